@@ -24,12 +24,12 @@ TESTED_IN = {
     "cli/test_cache.py": "cache.inspection",
     "cli/test_main.py": "__main__ errors",
     "drafting/test_kernels.py": "drafting.device_arrays",
-    "engine/test_exactness.py": "engine.proposer engine.seeds",
+    "engine/test_exactness.py": "engine.proposer engine.request_seeds",
     "engine/test_plugin.py": "engine.core_patches engine.options engine.row engine.scheduler",
     "engine/test_processes.py": "engine.counts",
     "engine/v2/test_config.py": "engine.patches engine.step_costs engine.v2_config "
     "engine.v2_lengths engine.v2_patches",
-    "engine/v2/test_engine.py": "engine.speculator",
+    "engine/v2/test_exactness.py": "engine.speculator",
     "engine/v2/test_hybrids.py": "engine.v2_hybrids",
     "monitoring/test_report.py": "monitoring.comparison monitoring.comparison_plot "
     "monitoring.drawing monitoring.run_plot monitoring.run_steps",

@@ -12,7 +12,7 @@ which imports only from those below it::
     v2_patches, v2_hybrids, v1_patches   what is wrapped in the model runners
     v2_config, v2_lengths, step_costs    configuration and length of drafts in V2
     patches               the table of everything that is wrapped, and its check
-    seeds                 random numbers that no draft has seen
+    request_seeds         random numbers that no draft has seen
     options               arguments of an engine, for code that builds one
     row                   what a request carries about its drafts
     counts                for code that builds an engine: its counts

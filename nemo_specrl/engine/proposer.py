@@ -21,8 +21,8 @@ from nemo_specrl.drafting.adaptive_length import DraftLengths, Step, likeliest
 from nemo_specrl.drafting.chances import CHANCES, MIN_PROBABILITY
 from nemo_specrl.drafting.suffix_tree import DraftTrees, TreeRow
 from nemo_specrl.engine import patches, v1_patches
+from nemo_specrl.engine.request_seeds import Foreign
 from nemo_specrl.engine.row import config_of, row_of
-from nemo_specrl.engine.seeds import Foreign
 
 __all__ = ["HistoryProposer"]
 

@@ -6,7 +6,7 @@ cache. Neither raises, nor holds a step or an arrival up for longer than ``cache
 fails is counted, logged once, and costs drafts.
 
 A drafted token is accepted by random numbers that no draft has seen. A seed that may have made an
-earlier response to the same root is therefore derived anew (``seeds``).
+earlier response to the same root is therefore derived anew (``request_seeds``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import xxhash
 
 from nemo_specrl.config import CacheConfig
 from nemo_specrl.drafting.roots import ROOTS, Roots
+from nemo_specrl.engine.request_seeds import derived_seed
 from nemo_specrl.engine.row import REQUEST, ROW, Row, config_of, row_of
-from nemo_specrl.engine.seeds import derived_seed
 from nemo_specrl.media import content_tokens
 from nemo_specrl.monitoring import names as metric
 from nemo_specrl.rollout import Finish, Rollout, new_identity, prompt_key
@@ -291,7 +291,7 @@ class Resident:
         """The seed of a request: its own, unless it may have made a response that can be drafted.
 
         Requests without one are not repeated within a process, and workers see to it that they are
-        not between processes (``seeds.Foreign``).
+        not between processes (``request_seeds.Foreign``).
         """
         if seed is None:
             return None

@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from nemo_specrl.drafting.chances import CHANCES
 from nemo_specrl.drafting.device_arrays import STOPS
 from nemo_specrl.drafting.device_index import DeviceIndex
+from nemo_specrl.engine.request_seeds import Foreign
 from nemo_specrl.engine.row import config_of, row_of
-from nemo_specrl.engine.seeds import Foreign
 
 __all__ = ["HistorySpeculator", "least_of_ranks"]
 

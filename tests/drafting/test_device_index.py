@@ -172,7 +172,7 @@ def test_a_full_list_drops_its_oldest_responses(make_rows, monkeypatch, preempte
 
 
 def test_two_ranks_draft_the_same(make_rows):
-    """Whichever pages hold what. Rows end in the same order on both (``test_engine``)."""
+    """Whichever pages hold what. Rows end in the same order on both (``test_exactness``)."""
     ranks = [make_rows(rows=6, longest=600, max_bytes=150_000) for _ in range(2)]
     ranks[1].index.forget()
     junk = ranks[1].index._free

@@ -4,5 +4,6 @@ Modules, each of which imports only from those below it::
 
     checkpoint    the driver's side: the cache in the policy's checkpoints
     client        looks responses up and keeps them, each call with a deadline
-    shard         the store of one node behind a Ray actor; who owns a prompt
+    shard         the store of one node behind a Ray actor
+    placement     which nodes keep a prompt
 """

@@ -2,8 +2,8 @@
 
 There is no coordinator. A thread asks Ray every few seconds which shards there are, and makes that
 of its own node if it is missing; each process computes a prompt's owners from their addresses
-(:func:`.shard.ranking`). Where processes disagree for some seconds, a look-up misses. This node's
-own store is used directly, without Ray.
+(:func:`.placement.ranking`). Where processes disagree for some seconds, a look-up misses. This
+node's own store is used directly, without Ray.
 
 A look-up asks the nearest owner, then the other ones, then the nodes that may have owned the prompt
 before nodes came or went. Those are the next ones in the ranking, so that no process has to
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_specrl.cache.cluster.placement import ranking
 from nemo_specrl.cache.cluster.shard import (
     NAMESPACE,
     WRITES,
     find_shards,
     make_shard,
-    ranking,
 )
 from nemo_specrl.cache.codec import encode
 from nemo_specrl.cache.local import LocalCache

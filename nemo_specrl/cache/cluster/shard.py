@@ -1,10 +1,5 @@
 """The store of one node, behind a Ray actor that the other nodes' processes call.
 
-A prompt's owners are the nodes with the highest scores for it (rendezvous hashing, Thaler and
-Ravishankar, doi:10.1109/90.663936): when a node leaves, only its own prompts get another owner;
-when one joins, only those for which it scores highest. Every process computes the same owners from
-the nodes' addresses, so that a node which returns with its disk owns what it has there.
-
 Shards are named, one a node, and detached: engines come and go, and those on other nodes must still
 find what an earlier engine of this node kept. A shard that nobody has called for some minutes ends
 by itself, so that none outlives its job by more than that; the store on disk has everything.
@@ -12,7 +7,6 @@ by itself, so that none outlives its job by more than that; the store on disk ha
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -25,6 +19,7 @@ from typing import Any
 import xxhash
 
 from nemo_specrl.cache import snapshot as snapshots
+from nemo_specrl.cache.cluster.placement import ranking
 from nemo_specrl.cache.store import RolloutStore
 from nemo_specrl.config import CacheConfig
 from nemo_specrl.rollout import Rollout
@@ -37,7 +32,6 @@ __all__ = [
     "Shard",
     "find_shards",
     "make_shard",
-    "ranking",
 ]
 
 NAMESPACE = "nemo_specrl"
@@ -52,22 +46,6 @@ Groups = Sequence[tuple[bytes, list[bytes]]]
 """Prompts, the latest first, each with its records, newest first."""
 WRITES, FILES = "writes", "files"
 """Groups of calls that do not hold up look-ups."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _seed(node: str) -> int:
-    return xxhash.xxh3_64_intdigest(node.encode())
-
-
-def ranking(key: bytes, nodes: Iterable[str]) -> list[str]:
-    """Return the nodes by their score for a prompt, highest first: the first ones are its owners.
-
-    Args:
-        key: the prompt's key.
-        nodes: addresses of nodes.
-    """
-    scores = {node: xxhash.xxh3_64_intdigest(key, seed=_seed(node)) for node in nodes}
-    return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 def _prefix(config: CacheConfig, vocabulary: str) -> str:

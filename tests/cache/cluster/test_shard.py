@@ -1,17 +1,16 @@
-"""One shard as a plain object, and who owns a prompt; real Ray nodes have their own tests."""
-
-from collections import Counter
+"""One shard as a plain object; real Ray nodes have their own tests."""
 
 import numpy as np
 import pytest
 
 from nemo_specrl.cache import snapshot
-from nemo_specrl.cache.cluster.shard import Shard, ranking
+from nemo_specrl.cache.cluster.placement import ranking
+from nemo_specrl.cache.cluster.shard import Shard
 from nemo_specrl.rollout import Finish, Rollout, prompt_key
 
 VOCABULARY = "0" * 32
 NODES = [f"10.0.0.{number}" for number in range(5)]
-KEYS = [prompt_key([prompt]) for prompt in range(2000)]
+KEYS = [prompt_key([prompt]) for prompt in range(100)]
 
 
 @pytest.fixture
@@ -25,17 +24,6 @@ def rollout(key, version=0, tokens=(1, 2)):
     return Rollout(key, np.array(tokens), Finish.STOP, version, np.zeros(len(tokens), np.float32))
 
 
-def test_owners_are_spread_evenly_and_only_those_of_a_node_that_leaves_change():
-    owners = {key: ranking(key, NODES)[:2] for key in KEYS}
-    counts = Counter(node for two in owners.values() for node in two)
-    # Each of 5 nodes owns 800 of 2,000 on average, with a deviation of 22.
-    assert all(650 < counts[node] < 950 for node in NODES)
-    left = NODES[1:]
-    for key, two in owners.items():
-        now = ranking(key, reversed(left))[:2]
-        assert now == two if NODES[0] not in two else set(two) - {NODES[0]} < set(now)
-
-
 def test_drafts_that_are_used_up_are_told_from_a_prompt_that_is_not_there(shard):
     shard.put([rollout(KEYS[0], 1), rollout(KEYS[0], 1)])
     wanted = {KEYS[0]: 1, KEYS[1]: 1}
@@ -45,8 +33,8 @@ def test_drafts_that_are_used_up_are_told_from_a_prompt_that_is_not_there(shard)
 
 
 def test_a_copy_has_the_prompts_of_which_the_shard_is_the_first_owner(shard, tmp_path):
-    shard.put([rollout(key, tokens=[n]) for n, key in enumerate(KEYS[:100])])
-    mine = {key for key in KEYS[:100] if ranking(key, NODES)[0] == NODES[0]}
+    shard.put([rollout(key, tokens=[n]) for n, key in enumerate(KEYS)])
+    mine = {key for key in KEYS if ranking(key, NODES)[0] == NODES[0]}
     file = tmp_path / "copy"
     assert shard.snapshot(str(file), NODES, None) == len(mine) > 0
     assert {key for key, _ in snapshot.read(file)} == mine

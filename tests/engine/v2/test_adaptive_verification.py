@@ -21,7 +21,7 @@ from tests.support.v2_exactness import (
     runner_of,
 )
 
-from .test_engine import generate, tokens_of
+from .test_exactness import generate, tokens_of
 
 pytestmark = pytest.mark.skipif(
     vllm_version() < (0, 32), reason="this vLLM has none for drafts without a model"

@@ -1,7 +1,7 @@
 """AsyncLLM on the V2 runner, whose engine core and drafter are in another process.
 
 Triton's interpreter runs there, too (``tests.support.v2_spawned``), and drafts are made by the
-numpy reference, as in ``test_engine``.
+numpy reference, as in ``test_exactness``.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from tests.support.v2_exactness import (
     runner_of,
 )
 
-from .test_engine import generate, tokens_of
+from .test_exactness import generate, tokens_of
 
 K, ROWS, TOKENS = 3, 24, 6
 
