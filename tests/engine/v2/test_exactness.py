@@ -141,17 +141,18 @@ def test_one_seed_in_every_epoch(llm, prompt, random_model, monkeypatch):
 
     def tested(of_prompt):
         samples = []
-        gained = Gained(llm)
         for _ in range(epochs):
             outputs = generate(llm, of_prompt, rows, max_tokens=tokens, seed=0, apart=0)
             samples += tokens_of(outputs)
             assert resident.flush()
-        assert gained() > 1.05
         return p_value(np.array(samples), probabilities(random_model, samples, of_prompt))
 
+    gained = Gained(llm)
     p = tested(prompt)
     print(f"p = {p:.3g}")
+    assert gained() > 1.05
     assert p > 1e-3
+    # How much is drafted here depends on what the engine has learned in the tests before.
     monkeypatch.setattr(resident, "_seed", lambda seed, *_: seed)
     assert tested([*prompt[:-1], 19]) < 1e-3
 
