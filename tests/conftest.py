@@ -108,10 +108,13 @@ def calculating_model(tmp_path_factory):
 def make_engine(model, **arguments):
     """Make a real vLLM engine that can be refitted."""
     from vllm import LLM
+    from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
-    # An engine of this process that ends would destroy the process groups of the others.
+    # An engine of this process that ends would destroy the process groups of the others. One of a
+    # dense model that came first has made none for the experts of a later one.
     core.cleanup_dist_env_and_memory = lambda *args, **options: None
+    parallel_state._EP = parallel_state._EP or parallel_state._TP
     usual = {
         "dtype": "float32",
         "max_model_len": 192,
