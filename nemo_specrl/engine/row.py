@@ -5,10 +5,12 @@ Hosts may set :data:`REQUEST`; the engine core sets :data:`ROW`, which travels t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nemo_specrl.config import SpecRLConfig, validated
+from nemo_specrl.errors import ConfigError
 
 __all__ = ["REQUEST", "ROW", "Row", "block_of", "config_of", "row_of"]
 
@@ -48,8 +50,18 @@ def row_of(request: Any) -> Row | None:
 
 
 def block_of(additional_config: Any) -> Any:
-    """The ``spec_rl`` block in vLLM's ``additional_config``; None: there is none."""
-    return additional_config.get(REQUEST) if isinstance(additional_config, dict) else None
+    """The ``spec_rl`` block in vLLM's ``additional_config``; None: there is none.
+
+    Raises:
+        ConfigError: its key is spelled in another way, and the engine would not draft.
+    """
+    if not isinstance(additional_config, dict):
+        return None
+    for key in additional_config:
+        letters = re.sub("[^a-z]", "", str(key).lower())
+        if letters in ("specrl", "nemospecrl") and key != REQUEST:
+            raise ConfigError(f"additional_config.{key}: the key is {REQUEST}")
+    return additional_config.get(REQUEST)
 
 
 def config_of(vllm_config: Any) -> SpecRLConfig:

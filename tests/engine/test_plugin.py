@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from nemo_specrl import SpecRLConfig, engine_options
 from nemo_specrl.engine import patches
 from nemo_specrl.engine.plugin import all_patches, vocabulary_of
+from nemo_specrl.engine.row import block_of
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.rollout import vocabulary_hash
 from tests.conftest import KV_BLOCKS
@@ -66,6 +67,13 @@ def test_what_does_not_go_together_is_refused_in_one_line(random_model, block, o
     with pytest.raises(ConfigError, match=refusal) as refused:
         configured(random_model, block, **options)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["specrl", "spec-rl", "SPEC_RL", "nemo_specrl"])
+def test_a_block_under_a_misspelled_key_is_not_passed_over(key):
+    with pytest.raises(ConfigError, match=f"^additional_config.{key}: the key is spec_rl$"):
+        block_of({key: {}})
+    assert block_of({"spec": {}, "speculative_rl": {}}) is None  # may be another plug-in's
 
 
 def test_options_for_code_are_checked_at_once(monkeypatch):
