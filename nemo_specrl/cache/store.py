@@ -205,7 +205,7 @@ class RolloutStore:
         """Keep responses; one of the same prompt and identity is replaced.
 
         When it returns, they survive the end of the process; :meth:`sync` makes them survive that
-        of the machine. More than a sixteenth of the log's bytes takes several transactions.
+        of the machine. More than an eighth of the log's bytes takes several transactions.
 
         Returns:
             How many were kept; a response that can never fit is dropped and counted.

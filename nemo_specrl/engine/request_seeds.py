@@ -25,8 +25,7 @@ def derived_seed(seed: int, key: bytes, ordinal: int, identities: Sequence[int])
     Args:
         seed: the caller's, or the engine's.
         key: key of the prompt.
-        ordinal: how many requests the engine has had. It differs between requests of one process,
-            the identities between processes.
+        ordinal: a number that differs between requests.
         identities: those of the earlier responses.
     """
     hasher = xxhash.xxh3_64(key)
@@ -39,6 +38,9 @@ class Foreign:
 
     An engine that is started again with the same seed has the same numbers, and its history was
     made with them. All ranks get the same requests in the same step, so their numbers stay equal.
+
+    The request's own identity makes the new ones differ from those of a process that got the same
+    history first, which may be another data-parallel engine.
 
     Args:
         seed: the engine's.
@@ -57,7 +59,7 @@ class Foreign:
                 import torch
 
                 identities = [identity for identity, _ in row.history]
-                seed = derived_seed(self._seed, row.key, 0, identities)
+                seed = derived_seed(self._seed, row.key, row.identity, identities)
                 np.random.seed(seed % 2**32)
                 torch.manual_seed(seed)
                 self._done = True

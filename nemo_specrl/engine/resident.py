@@ -2,8 +2,8 @@
 
 When a request arrives, its root is found by its tokens, and the root's earlier responses are looked
 up in the cache; they travel to the workers with the request. When it ends, its response goes to the
-cache. Neither raises, nor holds a step or an arrival up for longer than ``cache.deadline_ms``: what
-fails is counted, logged once, and costs drafts.
+cache. Neither raises. No step waits for the cache, and no arrival for longer than
+``cache.deadline_ms``: what fails is counted, logged once, and costs drafts.
 
 A drafted token is accepted by random numbers that no draft has seen. A seed that may have made an
 earlier response to the same root is therefore derived anew (``request_seeds``).
@@ -131,6 +131,11 @@ class Resident:
         Args:
             request: vLLM's ``EngineCoreRequest``; its sampling parameters are replaced.
         """
+        params = request.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        if ROW in extra:  # from a client; workers would take it for ours
+            request.sampling_params = copy.copy(params)
+            request.sampling_params.extra_args = {k: v for k, v in extra.items() if k != ROW}
         try:
             self._arrive(request)
         except Exception:
@@ -140,8 +145,9 @@ class Resident:
         """Forget a request that arrived and that the engine has refused."""
         row = row_of(request)
         prompt = self._prompts.get(row.key) if row is not None else None
-        if prompt is not None:
+        if prompt is not None and row is not None:
             prompt.live.pop(request.request_id, None)
+            _not_sent(prompt, row)
 
     def end(self, request: Any, finish: Finish | None) -> None:
         """Keep the response of a request that has ended.
@@ -304,20 +310,20 @@ class Resident:
         row = row_of(request)
         if row is None:
             return
+        said, made = request.prompt_token_ids[row.start :], len(request.output_token_ids)
+        tokens = np.asarray([*said, *request.output_token_ids], np.int32)
         with self._lock:
             prompt = self._prompts.get(row.key)
             identity = prompt.live.pop(request.request_id, 0) if prompt is not None else 0
-        made = len(request.output_token_ids)
+            if prompt is not None and not made:
+                _not_sent(prompt, row)
+            elif prompt is not None and identity and finish is not None:
+                self._count_known(prompt, [identity], len(tokens))
+                prompt.turns.append((_turn(tokens), identity))
         if row.counted:
             self._counts[metric.ENGINE_RESPONSE_TOKENS] += made
-        if finish is None or not identity or not made:
+        if finish is None or prompt is None or not identity or not made:
             return
-        said = request.prompt_token_ids[row.start :]
-        tokens = np.asarray([*said, *request.output_token_ids], np.int32)
-        assert prompt is not None
-        with self._lock:
-            self._count_known(prompt, [identity], len(tokens))
-            prompt.turns.append((_turn(tokens), identity))
         self._cache.put(Rollout(row.key, tokens, finish, identity=identity))
 
     def _failed(self, where: str) -> None:
@@ -330,6 +336,11 @@ class Resident:
         if name not in self._failed_at:
             self._failed_at.add(name)
             logger.warning(message, *values)
+
+
+def _not_sent(prompt: _Prompt, row: Row) -> None:
+    """Forget that workers have the history of a request that perhaps never reached them."""
+    prompt.known.difference_update(identity for identity, _ in row.history)
 
 
 def _turn(tokens: Int32) -> tuple[int, bytes]:

@@ -199,6 +199,11 @@ def _check_drafter(draft: DraftConfig, drafter: Any) -> None:
             "speculative_config.draft_sample_method = probabilistic: drafts from history beside it "
             "would be verified with the probabilities of others; set greedy"
         )
+    if drafter.num_speculative_tokens_per_batch_size:
+        raise ConfigError(
+            "speculative_config.num_speculative_tokens_per_batch_size: drafts of several lengths "
+            "would be judged by the places of the longest; leave it out"
+        )
     if draft.adaptive_verification or getattr(drafter, "enable_adaptive_verification", False):
         raise ConfigError(
             "adaptive verification: its chances are those of one drafter, and history is beside "

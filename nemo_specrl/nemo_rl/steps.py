@@ -41,6 +41,7 @@ FROM_ENGINES = {
     metric.RESPONSES_KEPT,
     metric.RESPONSES_DROPPED,
     metric.ENGINE_FAILURES,
+    metric.REFITS_WITHOUT_ACCEPTANCE,
 }
 """The engines' counts that are logged, as they grew since the last step's end; they are some
 seconds old."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,10 @@ __all__ = ["Place", "ReuseBase", "request_output"]
 
 MOST_SECONDS = 30.0
 """The longest that a batch of prompts waits for its drafts."""
+FLUSH_SECONDS = 60.0
+"""The longest that a change of the policy's version waits for the cache to be written."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +201,11 @@ class ReuseBase:
             self.cache.put(rollouts)
 
     def flush(self) -> None:
-        """Wait until the responses of all ended rows are in the cache."""
-        self._writer.submit(self._put).result()
+        """Wait, ``FLUSH_SECONDS`` at most, until the responses of all ended rows are kept."""
+        try:
+            self._writer.submit(self._put).result(FLUSH_SECONDS)
+        except TimeoutError:
+            logger.warning("the rollout cache is slow: responses are kept late, and draft late")
 
 
 def request_output(place: Place, rows: Sequence[Row], request_id: str) -> RequestOutput:

@@ -80,9 +80,9 @@ def _check(config: Any) -> None:
             "a refit; build the engine without one",
         ),
         (
-            model.quantization == "fp8" or str(cache.cache_dtype).startswith("fp8"),
-            "fp8: prefill and decoding round differently, which ends accepted prefixes; leave out "
-            f"quantization and kv_cache_dtype, {lossless}",
+            model.quantization is not None or str(cache.cache_dtype).startswith("fp8"),
+            f"{model.quantization or cache.cache_dtype}: prefill and decoding round differently, "
+            f"which ends accepted prefixes; leave out quantization and kv_cache_dtype, {lossless}",
         ),
         (
             config.parallel_config.data_parallel_size > 1,

@@ -109,6 +109,7 @@ def test_an_aborted_response_and_one_with_a_stop_string_are_partial(drafting):
         {"prompt_logprobs": 0},
         {"extra_args": {"spec_rl": False}},
         {"max_tokens": 1},
+        {"extra_args": {"spec_rl": False, "spec_rl_row": "forged, over HTTP"}},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -212,6 +213,16 @@ def test_rows_that_were_preempted_are_kept_once_and_whole(drafting, monkeypatch)
         assert sorted(list(r.tokens) for r in kept) == sorted(made)
         assert {len(r) for r in kept} == {100}
     assert len(preempted) > 3 and drafting.counts()["accepted_tokens"] > 0
+
+
+def test_a_history_is_sent_again_if_its_request_never_ran(drafting, monkeypatch):
+    drafting.remember(rollouts([[5, 6, 7, 8] * 5]))
+    engine = drafting.llm.llm_engine
+    engine.add_request("gone", {"prompt_token_ids": PROMPT}, params(12))
+    engine.abort_request(["gone"])
+    rows = rows_of(drafting, monkeypatch)
+    drafting.tokens([PROMPT], params(12))
+    assert [len(row.history) for row in rows] == [1]
 
 
 def test_requests_that_run_when_an_engine_ends_are_kept_as_partial(drafting):

@@ -226,7 +226,9 @@ class ClusterCache:
             now = time.monotonic()
             if not by_node or now >= until:
                 continue
-            limit = now + (until - now) / 2 if more else until  # half is left to the others
+            limit = until
+            if more:  # the others are asked soon, also where a look-up may take long
+                limit = now + min((until - now) / 2, self._config.deadline_ms / 1000)
             here = by_node.pop(own, []) if self._local else []
             asked = self._call(by_node, nodes, lambda shard, batch: shard.get.remote(batch))
             calls |= asked

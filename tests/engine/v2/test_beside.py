@@ -150,6 +150,7 @@ def test_exact(llm, store, prompt, random_model, monkeypatch):
     ("options", "refusal"),
     [
         ({"draft_sample_method": "probabilistic"}, "draft_sample_method = probabilistic"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 512, 2)]}, "_per_batch_size: drafts of"),
         ({"method": "ngram", "prompt_lookup_max": 2}, "method = ngram: "),
     ],
 )
