@@ -49,6 +49,8 @@ MAKE_AGAIN_SECONDS = 30.0
 """How long a process waits before it makes its node's shard once more."""
 GET_SECONDS = 1.0
 """For an answer that is there; it is not if its memory has been lost since."""
+KEY_SECONDS = 0.01
+"""What a prompt's responses may take beyond ``deadline_ms`` before other owners are asked."""
 PUT_SECONDS = 10.0
 PUT_BYTES_PER_SECOND = 10e6
 LATE_TO_LEAVE_OUT = 3
@@ -228,7 +230,9 @@ class ClusterCache:
                 continue
             limit = until
             if more:  # the others are asked soon, also where a look-up may take long
-                limit = now + min((until - now) / 2, self._config.deadline_ms / 1000)
+                patience = self._config.deadline_ms / 1000
+                patience += KEY_SECONDS * max(map(len, by_node.values()))
+                limit = now + min((until - now) / 2, patience)
             here = by_node.pop(own, []) if self._local else []
             asked = self._call(by_node, nodes, lambda shard, batch: shard.get.remote(batch))
             calls |= asked
