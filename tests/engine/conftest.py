@@ -109,7 +109,10 @@ class Drafting:
 @pytest.fixture
 def drafting(drafting_engine, random_model, tmp_path):
     refit(drafting_engine, weights_of(random_model))
+    block = drafting_engine.llm_engine.vllm_config.additional_config["spec_rl"]
+    cache = block["cache"]
     yield Drafting(drafting_engine, tmp_path / "cache")
+    block["cache"] = cache  # a test may have begun anew with another deadline
     assert not drafting_engine.llm_engine.has_unfinished_requests()
 
 
