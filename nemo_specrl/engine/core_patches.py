@@ -13,8 +13,8 @@ __all__ = ["PATCHES", "install"]
 
 
 def _preprocess(original: Any, self: Any, request: Any) -> Any:
-    """Requests pass here on their way in: in the input thread, or in the caller's where
-    the core is in the caller's process."""
+    """Requests pass here on their way in: in the input thread, or in the caller's thread where the
+    core is in the caller's process."""
     resident = getattr(self.scheduler, "resident", None)
     if resident is None:
         return original(self, request)

@@ -310,21 +310,22 @@ class Resident:
         row = row_of(request)
         if row is None:
             return
-        said, made = request.prompt_token_ids[row.start :], len(request.output_token_ids)
-        tokens = np.asarray([*said, *request.output_token_ids], np.int32)
+        made, rollout = len(request.output_token_ids), None
         with self._lock:
             prompt = self._prompts.get(row.key)
             identity = prompt.live.pop(request.request_id, 0) if prompt is not None else 0
             if prompt is not None and not made:
                 _not_sent(prompt, row)
             elif prompt is not None and identity and finish is not None:
+                said = request.prompt_token_ids[row.start :]
+                tokens = np.asarray([*said, *request.output_token_ids], np.int32)
                 self._count_known(prompt, [identity], len(tokens))
                 prompt.turns.append((_turn(tokens), identity))
+                rollout = Rollout(row.key, tokens, finish, identity=identity)
         if row.counted:
             self._counts[metric.ENGINE_RESPONSE_TOKENS] += made
-        if finish is None or prompt is None or not identity or not made:
-            return
-        self._cache.put(Rollout(row.key, tokens, finish, identity=identity))
+        if rollout is not None:
+            self._cache.put(rollout)
 
     def _failed(self, where: str) -> None:
         self._counts[metric.ENGINE_FAILURES] += 1
