@@ -7,6 +7,7 @@ a user may also have written it. There the vLLM plug-in reads it, whatever class
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -74,6 +75,8 @@ class Run:
         group: number of rows that a batch has for each of its prompts.
         prompts: number of prompts of a step.
         steps: number of steps after which the run ends, as far as the recipe says.
+        epochs: how often the run passes over its data at most, ``inf`` if the recipe does not say.
+        drawn: number of prompts that it draws from its data at most, likewise.
         label: label of the run in Prometheus, the name of its checkpoint folder.
         log_folder: NeMo-RL's ``logger.log_dir``.
         checkpoint: folder of the checkpoint from which the run resumes, or None.
@@ -86,6 +89,8 @@ class Run:
     group: int
     prompts: int
     steps: int
+    epochs: float
+    drawn: float
     label: str
     log_folder: Path
     checkpoint: Path | None
@@ -127,11 +132,16 @@ def run_of(
     cache = spec_rl.cache.model_copy(update={"vocabulary": vocabulary})
     algorithm = algorithm_of(recipe)
     folder = Path(option(recipe, "checkpointing.checkpoint_dir")).absolute()
+    prompts = int(option(recipe, f"{algorithm}.num_prompts_per_step", 1))
+    steps = int(option(recipe, f"{algorithm}.max_num_steps", 0))
+    sampled_again = option(recipe, f"{algorithm}.use_dynamic_sampling", False)
     return Run(
         spec_rl=spec_rl.model_copy(update={"cache": cache}),
         group=int(option(recipe, f"{algorithm}.num_generations_per_prompt", 1)),
-        prompts=int(option(recipe, f"{algorithm}.num_prompts_per_step", 1)),
-        steps=int(option(recipe, f"{algorithm}.max_num_steps", 0)),
+        prompts=prompts,
+        steps=steps,
+        epochs=_epochs(recipe, algorithm),
+        drawn=math.inf if sampled_again or not steps else steps * prompts,
         label=folder.name,
         log_folder=Path(option(recipe, "logger.log_dir")).absolute(),
         colocated=bool(option(recipe, "policy.generation.colocated.enabled", False)),
@@ -139,6 +149,14 @@ def run_of(
         checkpoint=next(reversed(step_folders(folder)), None),
         first_version=int(time.time()),
     )
+
+
+def _epochs(recipe: Any, algorithm: str) -> float:
+    if option(recipe, "data.use_multiple_dataloader", False):
+        return math.inf  # they begin again, as often as it takes
+    if option(recipe, "grpo.async_grpo.enabled", False):
+        return 1.0  # whatever max_num_epochs says
+    return float(option(recipe, f"{algorithm}.max_num_epochs", math.inf))
 
 
 def algorithm_of(recipe: Any) -> str:

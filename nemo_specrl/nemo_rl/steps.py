@@ -75,16 +75,25 @@ class StepHooks:
     """
 
     def __init__(self, run: Run, generation: Generation, *, in_thread: bool = False) -> None:
-        self._generation, self._cache = generation, cache_of(run)
+        self._run, self._generation, self._cache = run, generation, cache_of(run)
         self._log, self._alarm = StepLog(run), Alarm()
         self._thread = ThreadPoolExecutor(1) if in_thread else None
         self._prompts: int | None = None
+        self._once = False  # each prompt of the data is met once
         self._counted: dict[str, float] = {}
 
     def install(self, parts: Iterable[Any]) -> None:
         """Wrap logger and checkpoint manager, which are among the parts of a run."""
         parts = list(parts)
         self._prompts = _prompts_of(parts)
+        self._once = self._run.epochs <= 1 or self._run.drawn <= (self._prompts or 0)
+        if self._once:
+            print(
+                "nemo_specrl: the run passes over its data once at most (max_num_epochs, "
+                "max_num_steps): a prompt that it holds once drafts from its siblings alone; "
+                "checkpoints get the cache from when a prompt has been met again",
+                flush=True,
+            )
         self.install_logger(compat.first_of(parts, compat.LOGGER))
         self.install_checkpointer(compat.first_of(parts, compat.CHECKPOINT_MANAGER))
 
@@ -145,7 +154,8 @@ class StepHooks:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._generation.save_lengths(folder)
-            self._cache.save(folder, self._prompts)
+            if not self._once or self._counted.get(metric.HISTORIES_FOUND):
+                self._cache.save(folder, self._prompts)
         except Exception as error:  # the cache can only cost speed
             logger.warning("%s was not written (%s); resuming from it starts cold", folder, error)
 

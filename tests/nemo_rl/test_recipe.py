@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,25 @@ def test_a_run_knows_its_group_steps_folders_and_vocabulary(tmp_path):
     processor = SimpleNamespace(tokenizer=TOKENIZER)
     assert run_of(recipe({}), processor).spec_rl == run.spec_rl
     assert "\n" not in run.summary and run.summary.endswith("/raid/specrl on each node")
+
+
+@pytest.mark.parametrize(
+    ("changes", "epochs", "drawn"),
+    [
+        ({}, math.inf, 3200),
+        ({"grpo__max_num_epochs": 3}, 3, 3200),
+        ({"grpo__max_num_epochs": 1, "data__use_multiple_dataloader": True}, math.inf, 3200),
+        ({"grpo__max_num_epochs": 3, "grpo__async_grpo__enabled": True}, 1, 3200),
+        ({"grpo__use_dynamic_sampling": True}, math.inf, math.inf),
+    ],
+)
+def test_a_run_knows_how_often_its_data_comes_at_most(changes, epochs, drawn):
+    made = recipe({}, **changes)
+    if "grpo__async_grpo__enabled" in changes:
+        made["policy"]["generation"]["vllm_cfg"]["async_engine"] = True
+        made.setdefault("loss_fn", {})["use_importance_sampling_correction"] = True
+    run = run_of(made, TOKENIZER)
+    assert (run.epochs, run.drawn) == (epochs, drawn)
 
 
 def test_a_run_says_what_stays_on_the_gpus_beside_the_policy():

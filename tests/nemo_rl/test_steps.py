@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_specrl.monitoring import names as metric
 from nemo_specrl.monitoring.metrics_file import METRICS, read_metrics
+from nemo_specrl.nemo_rl import compat
 from nemo_specrl.nemo_rl.recipe import run_of
 from nemo_specrl.nemo_rl.steps import FROM_ENGINES, StepHooks
 from tests.nemo_rl.test_recipe import TOKENIZER, recipe
@@ -24,14 +26,18 @@ class Trainer:
         logs: folder of the plug-in's log.
         broken: whether the generation fails.
         in_thread: as for ``StepHooks``.
+        install: whether the hooks are installed, without a data loader.
     """
 
-    def __init__(self, logs: Path, broken: bool = False, in_thread: bool = False) -> None:
+    def __init__(
+        self, logs: Path, broken: bool = False, in_thread: bool = False, install: bool = True
+    ) -> None:
         self.done, self.logged, self.broken = [], [], broken
         run = run_of(recipe({"cache": {"dir": str(logs)}}, logger__log_dir=str(logs)), TOKENIZER)
         self.hooks = StepHooks(run, self, in_thread=in_thread)
-        self.hooks.install_logger(self)
-        self.hooks.install_checkpointer(self)
+        if install:
+            self.hooks.install_logger(self)
+            self.hooks.install_checkpointer(self)
 
     def log_metrics(self, metrics, step, prefix="", step_metric=None):
         self.logged.append((step, prefix, metrics))
@@ -104,3 +110,34 @@ def test_the_cache_is_written_before_the_checkpoint_gets_its_name(tmp_path, brok
     assert ("starts cold" in caplog.text) is broken
     trainer.begin_finalization(tmp_path / "tmp_step_4")  # a checkpoint that was written at once
     assert trainer.done[-1] == "rename"
+
+
+class Loader(list):
+    """A data loader, as far as its number of prompts goes."""
+
+    @property
+    def dataset(self):
+        return self
+
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize(("prompts", "once"), [(3200, True), (3199, False)])
+def test_data_that_comes_once_is_said_and_its_cache_is_saved_once_it_has_helped(
+    tmp_path, monkeypatch, capsys, prompts, once
+):
+    """The recipe's 100 steps of 32 prompts."""
+    monkeypatch.setattr(compat, "first_of", lambda parts, place: parts[-1])
+    trainer = Trainer(tmp_path, install=False)
+    trainer.hooks.install([Loader(range(prompts)), trainer])
+    assert ("checkpoints get the cache from when" in capsys.readouterr().out) is once
+    cache = trainer.hooks._cache
+    saved = []
+    monkeypatch.setattr(cache, "save", lambda folder, prompts: saved.append(prompts))
+    trainer.begin_finalization(tmp_path / "step_2")
+    assert saved == ([] if once else [prompts])
+    monkeypatch.setattr(cache, "engine_counts", lambda: {metric.HISTORIES_FOUND: 1.0})
+    trainer.log_metrics({"total_step_time": 3.0}, 3, prefix="timing/train")
+    trainer.begin_finalization(tmp_path / "step_4")
+    assert saved[-1:] == [prompts]
