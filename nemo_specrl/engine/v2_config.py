@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrl.config import DraftConfig
@@ -23,8 +24,8 @@ from nemo_specrl.errors import ConfigError, IncompatibleVersion
 
 __all__ = [
     "FIRST_WITH_STATES",
-    "NO_DRAFTERS",
     "check",
+    "check_drafter",
     "complete",
     "drafts_alone",
     "drafts_from_history",
@@ -122,7 +123,7 @@ def complete(vllm_config: Any) -> None:
     """
     draft, drafter = config_of(vllm_config).draft, vllm_config.speculative_config
     if has_drafter(vllm_config):  # whose number of tokens stands
-        _check_drafter(draft, drafter)
+        check_drafter(draft, drafter, "speculative_config")
         return
     if vllm_config.parallel_config.data_parallel_size > 1:
         # Its ranks must draft the same number of tokens in each step, on which vLLM has no way to
@@ -183,31 +184,40 @@ def complete(vllm_config: Any) -> None:
     ]
 
 
-def _check_drafter(draft: DraftConfig, drafter: Any) -> None:
+def check_drafter(draft: DraftConfig, drafter: Any, where: str) -> None:
     """Refuse what would not be exact, or be judged wrongly, beside a drafter.
 
+    Args:
+        draft: the block ``draft``.
+        drafter: vLLM's ``SpeculativeConfig``, or a mapping with some of its keys.
+        where: name of the drafter, for the message.
+
     Raises:
-        ConfigError: what would not.
+        ConfigError: what would not, and what to set.
     """
-    if drafter.method in NO_DRAFTERS:
+
+    def given(name: str) -> Any:
+        return drafter.get(name) if isinstance(drafter, Mapping) else getattr(drafter, name, None)
+
+    if given("method") in NO_DRAFTERS:
         raise ConfigError(
-            f"speculative_config.method = {drafter.method}: history has nothing to gain beside it; "
-            "leave one out"
+            f"{where}.method = {given('method')!r}: history has nothing to gain beside it; leave "
+            "one out"
         )
-    if drafter.draft_sample_method == "probabilistic":
+    if given("draft_sample_method") == "probabilistic":
         raise ConfigError(
-            "speculative_config.draft_sample_method = probabilistic: drafts from history beside it "
-            "would be verified with the probabilities of others; set greedy"
+            f"{where}.draft_sample_method = 'probabilistic': drafts from history beside it would "
+            "be verified with the probabilities of others; set greedy"
         )
-    if drafter.num_speculative_tokens_per_batch_size:
+    if given("num_speculative_tokens_per_batch_size"):
         raise ConfigError(
-            "speculative_config.num_speculative_tokens_per_batch_size: drafts of several lengths "
-            "would be judged by the places of the longest; leave it out"
+            f"{where}.num_speculative_tokens_per_batch_size: drafts of several lengths would be "
+            "judged by the places of the longest; leave it out"
         )
-    if draft.adaptive_verification or getattr(drafter, "enable_adaptive_verification", False):
+    if draft.adaptive_verification or given("enable_adaptive_verification"):
         raise ConfigError(
-            "adaptive verification: its chances are those of one drafter, and history is beside "
-            "another; leave it out, or speculative_config"
+            f"adaptive verification beside {where}: its chances are those of one drafter, and "
+            "history is another; leave one of them out"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_specrl.config import SpecRLConfig, validated
-from nemo_specrl.engine.v2_config import NO_DRAFTERS
+from nemo_specrl.engine.v2_config import check_drafter
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.files import step_folders
 from nemo_specrl.nemo_rl.compat import option
@@ -50,6 +50,8 @@ PLUGIN = "nemo_specrl"
 """Name of the entry point in ``vllm.general_plugins``."""
 ENGINES = "vllm_kwargs.additional_config.spec_rl"
 """Where the engines read the block, below the generation block."""
+DRAFTER = "vllm_kwargs.speculative_config"
+"""Where a recipe has a drafter of its own, likewise."""
 WITHOUT_DRAFTS = (
     *("spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
     *("logits_processors", "enable_dbo", "enable_elastic_ep", "kv_sharing_fast_prefill"),
@@ -230,6 +232,8 @@ def check_recipe(
         refused |= _refused_when_asynchronous(recipe, generation)
     if spec_rl.preset == "reuse":
         refused |= _refused_with_reuse(recipe, generation, spec_rl, images, controller)
+    if drafter := option(generation, DRAFTER):
+        check_drafter(spec_rl.draft, drafter, f"policy.generation.{DRAFTER}")
     for line, wrong in refused.items():
         if wrong:
             raise ConfigError(line)
@@ -245,8 +249,7 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
         for name in WITHOUT_DRAFTS
         if option(generation, f"vllm_kwargs.{name}") not in (None, False, [])
     ]
-    drafter = option(generation, "vllm_kwargs.speculative_config") or {}
-    own = drafter.get("method") if isinstance(drafter, Mapping) else drafter
+    drafter = option(generation, DRAFTER)
     off = f"or {BLOCK}.enabled=false"
     variables = option(generation, "vllm_cfg.env_vars", {})
     mapping = isinstance(variables, Mapping)
@@ -263,9 +266,7 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
         "it out (the embedded trainer has it)": spec_rl.run_ahead.enabled,
         f"policy.generation.vllm_kwargs.{', '.join(beside)}: an engine has one drafter, and "
         f"{BLOCK} brings one that does not work beside it; leave it out, {off}": bool(beside),
-        f"policy.generation.vllm_kwargs.speculative_config.method = {own!r}: history has nothing "
-        f"to gain beside it; leave it out, {off}": own in NO_DRAFTERS,
-        "policy.generation.vllm_kwargs.speculative_config: prefix reuse is not tested beside a "
+        f"policy.generation.{DRAFTER}: prefix reuse is not tested beside a "
         f"drafter; leave it out, or set {BLOCK}.preset=lossless": (
             bool(drafter) and spec_rl.preset == "reuse"
         ),

@@ -102,6 +102,22 @@ RECIPES = [
     (ON | {f"{GENERATION}.backend": "trtllm"}, "backend = 'trtllm': must be vllm"),
     (ON | {f"{KWARGS}.speculative_config": {"method": "ngram"}}, "method = 'ngram': history has"),
     (ON | {f"{KWARGS}.speculative_config": {"method": "eagle3"}}, RUNS),
+    (
+        ON
+        | {f"{KWARGS}.speculative_config": {"method": "eagle3"}}
+        | {f"{BLOCK}.draft": {"adaptive_verification": True}},
+        "adaptive verification beside policy.generation.vllm_kwargs.speculative_config",
+    ),
+    *(
+        (
+            ON | {f"{KWARGS}.speculative_config": {"method": "eagle3", key: value}},
+            f"policy.generation.vllm_kwargs.speculative_config.{key}",
+        )
+        for key, value in (
+            ("draft_sample_method", "probabilistic"),
+            ("num_speculative_tokens_per_batch_size", [[1, 8, 2]]),
+        )
+    ),
     (REUSE | {f"{KWARGS}.speculative_config": {"method": "eagle3"}}, "prefix reuse is not tested"),
     (ON | {f"{KWARGS}.speculative_config": None}, RUNS),
     (ON | {f"{KWARGS}.spec_method": "ngram"}, "vllm_kwargs.spec_method: an engine has one"),
