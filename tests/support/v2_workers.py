@@ -11,11 +11,13 @@ def refitted(worker, folder, noise):
 
 
 def note_drafts(worker):
-    """Learn chances, and keep the rows, drafts and chances of each step from now on.
+    """Learn chances, and keep the rows, drafts and chances of each step from now on; beside a
+    drafter also its drafts, and which rows do not take them.
 
     Ranks that draft alike keep the same.
     """
-    index = worker.model_runner.speculator.index
+    speculator = worker.model_runner.speculator
+    index = _index(worker)
     index.learning = True
     draft, index.noted = index.draft, []
 
@@ -26,10 +28,23 @@ def note_drafts(worker):
         return drafts
 
     index.draft = noting
+    if hasattr(speculator, "history"):  # beside a drafter
+        better = speculator.history.history_is_better
+
+        def noting_drafter(rows):
+            chosen = better(rows)
+            index.noted.append((chosen.tolist(), index.drafted[1].tolist()))
+            return chosen
+
+        speculator.history.history_is_better = noting_drafter
+
+
+def _index(worker):
+    speculator = worker.model_runner.speculator
+    return getattr(speculator, "history", speculator).index
 
 
 def noted_drafts(worker):
-    """Of each step since ``note_drafts``, the places of its rows, their drafts and chances; and
-    what was learned of drafts."""
-    index = worker.model_runner.speculator.index
+    """What was noted since ``note_drafts``, and what was learned of drafts."""
+    index = _index(worker)
     return index.noted, index.outcomes.tolist()

@@ -10,10 +10,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from nemo_specrl.cache import RolloutStore
 from nemo_specrl.engine.counts import counts_async
 from nemo_specrl.monitoring import names as metric
 from tests.conftest import make_async_engine
-from tests.support.v2_exactness import PROMPT, drafting, probabilities
+from tests.support.v2_drafters import eagle3
+from tests.support.v2_exactness import PROMPT, STORE, drafting, likeliest, probabilities, put
 from tests.support.v2_workers import note_drafts, noted_drafts
 
 from .test_async import sampling
@@ -23,8 +25,18 @@ PROMPTS = [[*PROMPT[:-1], token] for token in (3, 4)]
 
 
 @pytest.mark.timeout(900)
-def test_both_ranks_draft_the_same(random_model, cache_dir, loop):
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-eagle3"])
+def test_both_ranks_draft_the_same(random_model, tmp_path, loop, beside):
     """Over two epochs, while rows of several prompts end in the same steps."""
+    options = drafting(tmp_path / "cache", 4)
+    store = RolloutStore(tmp_path / "cache", vocabulary=STORE)
+    for prompt in PROMPTS:
+        put(store, prompt, likeliest(random_model, 1, prompt))
+    store.close()
+    if beside:
+        head = str(eagle3(random_model, tmp_path / "eagle3"))
+        own = {"method": "eagle3", "model": head, "num_speculative_tokens": 4}
+        options["speculative_config"] = own
     llm = make_async_engine(
         random_model,
         loop,
@@ -33,7 +45,7 @@ def test_both_ranks_draft_the_same(random_model, cache_dir, loop):
         tensor_parallel_size=2,
         seed=0,
         async_scheduling=True,
-        **drafting(cache_dir, 4),
+        **options,
     )
 
     async def row(name, prompt):
@@ -61,5 +73,7 @@ def test_both_ranks_draft_the_same(random_model, cache_dir, loop):
         (first, learned), second = loop.run_until_complete(llm.collective_rpc(noted_drafts))
         assert len(first) > LENGTH and sum(map(sum, learned)) > LENGTH
         assert (first, learned) == second
+        choices = {row for step in first if len(step) == 2 for row in step[0]}
+        assert choices == ({False, True} if beside else set())
     finally:
         llm.shutdown()
