@@ -164,6 +164,7 @@ def differences(steps, others):
     ]
 
 
+@pytest.mark.slow  # with a stand-in for the training: below, and test_submit
 @pytest.mark.timeout(900)
 def test_a_job_goes_on_after_it_has_lost_a_node_its_batch_node_and_its_time(cluster, undisturbed):
     """It ends as a run that nothing happened to, step for step."""

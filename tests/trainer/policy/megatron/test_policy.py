@@ -200,7 +200,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_call(policy, monkeypatch):
     assert not ray.is_initialized()  # it was the policy's own
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_in_a_step_ends_the_call(random_model, monkeypatch, shared):
     """In a Ray of the policy's own, and in one that was there before."""
     monkeypatch.setattr(ray_actors, "SILENT_SECONDS", 12.0)  # the others must answer in time

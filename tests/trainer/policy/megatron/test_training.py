@@ -32,6 +32,7 @@ def layout(tp=1, pp=1, ranks=2):
     )
 
 
+@pytest.mark.slow  # test_worker has it without the command line
 @pytest.mark.timeout(900)  # four runs
 def test_a_run_goes_on_in_another_layout(tmp_path):
     """From TP2 to PP2 to DP2; beside it, a run that stays at TP2."""
