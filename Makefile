@@ -4,7 +4,7 @@
 # make test-slow   set up, then the tests that take minutes each
 # make test-vllm VERSION=0.25.1   the engine's tests and a short training on another vLLM
 # make test-v2   set up, then the tests of drafting in vLLM's V2 model runner, by Triton's interpreter
-# make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on the vLLM it pins
+# make test-nemo NEMO_RL_HOME=DIR   the tests that run a checkout of NeMo-RL, on its vLLM (or VERSION=0.29.0)
 # make test-language   PPO, DAPO and a Megatron policy on the model of `make demo-language`, a step each
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
@@ -41,7 +41,7 @@ test-v2:
 	scripts/test_v2.sh
 
 test-nemo:
-	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))") && \
+	venv=$$(scripts/setup.sh nemo "$(abspath $(NEMO_RL_HOME))" $(VERSION)) && \
 	$$venv/bin/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1 defusedxml==0.7.1 && \
 	NEMO_RL_HOME=$(abspath $(NEMO_RL_HOME)) $$venv/bin/python -m pytest tests/nemo_rl tests/slurm
 

@@ -5,8 +5,8 @@
 #
 #   PYTHON=python3.12 scripts/setup.sh     # another Python than python3.11
 #   scripts/setup.sh vllm VERSION          # .venv-vllm-VERSION: the same with another vLLM
-#   scripts/setup.sh nemo DIR              # .venv-nemo-VERSION: what the checkout of NeMo-RL in DIR
-#                                          # needs, with the vLLM that it pins
+#   scripts/setup.sh nemo DIR [VERSION]    # .venv-nemo-VERSION: what the checkout of NeMo-RL in DIR
+#                                          # needs, with the vLLM that it pins or another one
 #
 # The last line of output of `vllm` and `nemo` is the environment's folder.
 set -euo pipefail
@@ -30,8 +30,8 @@ kind=${1:-default}
 case $kind in
     default) ;;
     vllm) version=${2:-} ;;
-    nemo) version=$(pinned_vllm "${2:-}") ;;
-    *) die "there is no environment '$kind'; give none, vllm VERSION, or nemo DIR" ;;
+    nemo) pinned=$(pinned_vllm "${2:-}") version=${3:-$pinned} ;;
+    *) die "there is no environment '$kind'; give none, vllm VERSION, or nemo DIR [VERSION]" ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -56,6 +56,7 @@ def test_an_async_engine_drafts_and_keeps_what_is_aborted(random_model, loop, tm
     async def rows():
         lengths = await asyncio.gather(*(row(f"row {i}", i) for i in range(8)))
         first = await counts_async(llm)
+        await asyncio.sleep(1)  # the responses are being written
         await asyncio.gather(*(row(f"again {i}", 100 + i) for i in range(4)))
         cut = await asyncio.gather(*(row(f"cut {i}", i, most=5) for i in range(4)))
         await asyncio.sleep(1)

@@ -184,6 +184,7 @@ def test_a_seed_is_not_used_again_for_a_prompt_whose_responses_it_may_have_made(
     other = [*PROMPT[:-1], 9]
     drafting.tokens([PROMPT, PROMPT, other, PROMPT], [params(5, seed=s) for s in (7, 8, 7, 7)])
     assert seeds[:3] == [7, 8, 7] and seeds[3] not in (7, 8)
+    assert resident.flush()
     drafting.tokens(PROMPT, params(5, seed=9))  # the cache has responses of unknown seeds now
     assert seeds[4] != 9 and len(set(seeds[3:])) == 2
     mine = params(5, seed=7)
