@@ -61,6 +61,8 @@ class OnCpu:
         )
         llm_kwargs |= {
             "enable_sleep_mode": False,
+            # vLLM 0.29 does not load a tied head again.
+            "load_format": "auto",
             "worker_extension_cls": f"{__name__}.CpuExtension",
         }
         super()._create_engine(llm_kwargs)
