@@ -135,19 +135,23 @@ def test_a_wheel_without_a_c_compiler_lacks_the_compiled_part_alone(clone, tmp_p
 
 
 def test_a_release_is_tagged_on_main_alone_and_with_a_section_in_the_changelog(clone):
-    release = clone / "scripts/release.sh"
-    missing = run(release, __version__, cwd=clone, code=1)
-    assert f"CHANGELOG.md has no section '## {__version__}'" in missing
+    release, next_one = clone / "scripts/release.sh", "98.7.0"
+    for name in ("nemo_specrl/__init__.py", "CITATION.cff"):
+        file = clone / name
+        file.write_text(file.read_text().replace(__version__, next_one))
+    run("git", "commit", "--quiet", "--all", "--message=version", cwd=clone)
+    missing = run(release, next_one, cwd=clone, code=1)
+    assert f"CHANGELOG.md has no section '## {next_one}'" in missing
     changelog = clone / "CHANGELOG.md"
-    changelog.write_text(changelog.read_text().replace("## Unreleased", f"## {__version__}"))
-    assert "the tree has changes" in run(release, __version__, cwd=clone, code=1)
+    changelog.write_text(f"{changelog.read_text()}\n## {next_one}\n")
+    assert "the tree has changes" in run(release, next_one, cwd=clone, code=1)
     run("git", "commit", "--quiet", "--all", "--message=changelog", cwd=clone)
     run("git", "switch", "--quiet", "--create", "other", cwd=clone)
-    assert "this is 'other'" in run(release, __version__, cwd=clone, code=1)
+    assert "this is 'other'" in run(release, next_one, cwd=clone, code=1)
     run("git", "switch", "--quiet", "main", cwd=clone)
-    run(release, __version__, cwd=clone)
-    assert run("git", "tag", "--points-at", "main", cwd=clone).split() == [f"v{__version__}"]
-    assert "exists already" in run(release, __version__, cwd=clone, code=1)
+    run(release, next_one, cwd=clone)
+    assert run("git", "tag", "--points-at", "main", cwd=clone).split() == [f"v{next_one}"]
+    assert "exists already" in run(release, next_one, cwd=clone, code=1)
 
 
 @pytest.mark.parametrize(
