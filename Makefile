@@ -8,6 +8,10 @@
 # make test-language   PPO, DAPO and a Megatron policy on the model of `make demo-language`, a step each
 # make lint   set up, then style, types, layers, shell scripts and Dockerfiles
 # make audit  set up, then known vulnerabilities of the locked packages, where the index tells them
+
+## Where Python may not write bytecode, as in many containers, each process would compile what it imports.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help setup demo language-model demo-language test-language test test-slow test-vllm test-v2 test-nemo lint audit clean
 
 help:
