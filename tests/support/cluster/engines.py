@@ -21,6 +21,7 @@ class VllmEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(core_apart))
         from tests.conftest import make_engine
 
+        self.made = 0
         draft = {"max_tokens": 6, "adaptive": False}
         self.llm = make_engine(
             model,
@@ -35,8 +36,9 @@ class VllmEngine:
 
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = self.llm.generate(prompts, LIKELIEST, use_tqdm=False)
+        self.made += len(PROMPTS)
         deadline = time.monotonic() + 30
-        while (now := counts(self.llm))["spec_rl/responses_kept"] % len(PROMPTS):
+        while (now := counts(self.llm))["spec_rl/responses_kept"] < self.made:
             assert time.monotonic() < deadline, now
             time.sleep(0.1)
         return [list(output.outputs[0].token_ids) for output in outputs], now
