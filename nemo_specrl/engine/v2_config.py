@@ -123,7 +123,7 @@ def complete(vllm_config: Any) -> None:
     """
     draft, drafter = config_of(vllm_config).draft, vllm_config.speculative_config
     if has_drafter(vllm_config):  # whose number of tokens stands
-        check_drafter(draft, drafter, "speculative_config")
+        check_drafter(draft, vars(drafter), "speculative_config")
         return
     if vllm_config.parallel_config.data_parallel_size > 1:
         # Its ranks must draft the same number of tokens in each step, on which vLLM has no way to
@@ -184,21 +184,18 @@ def complete(vllm_config: Any) -> None:
     ]
 
 
-def check_drafter(draft: DraftConfig, drafter: Any, where: str) -> None:
+def check_drafter(draft: DraftConfig, drafter: Mapping[str, Any], where: str) -> None:
     """Refuse what would not be exact, or be judged wrongly, beside a drafter.
 
     Args:
         draft: the block ``draft``.
-        drafter: vLLM's ``SpeculativeConfig``, or a mapping with some of its keys.
+        drafter: keys of vLLM's ``SpeculativeConfig``, those that are given.
         where: name of the drafter, for the message.
 
     Raises:
         ConfigError: what would not, and what to set.
     """
-
-    def given(name: str) -> Any:
-        return drafter.get(name) if isinstance(drafter, Mapping) else getattr(drafter, name, None)
-
+    given = drafter.get
     if given("method") in NO_DRAFTERS:
         raise ConfigError(
             f"{where}.method = {given('method')!r}: history has nothing to gain beside it; leave "

@@ -232,7 +232,7 @@ def check_recipe(
         refused |= _refused_when_asynchronous(recipe, generation)
     if spec_rl.preset == "reuse":
         refused |= _refused_with_reuse(recipe, generation, spec_rl, images, controller)
-    if drafter := option(generation, DRAFTER):
+    if isinstance(drafter := option(generation, DRAFTER), Mapping):
         check_drafter(spec_rl.draft, drafter, f"policy.generation.{DRAFTER}")
     for line, wrong in refused.items():
         if wrong:
