@@ -19,7 +19,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ def __getattr__(name: str) -> Any:
 class HistoryCache(Protocol):
     """The earlier responses to prompts. No method raises; a failure is counted and logged once."""
 
-    def get(self, keys: Sequence[bytes], timeout: float) -> dict[bytes, list[Rollout]]:
+    def get(
+        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+    ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first, within ``timeout`` seconds; prompts
-        without responses, and those that are late, are left out.
+        without responses, and those that are late, are left out. Responses whose identities are
+        known may come without tokens, which saves reading them.
         """
 
     def put(self, rollouts: Sequence[Rollout]) -> int:

@@ -16,6 +16,7 @@ in ``-65535 * STEP .. 0``; a token's chance of another verdict in prefix reuse i
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,7 +24,7 @@ import xxhash
 from nemo_specrl.errors import CorruptRecord
 from nemo_specrl.rollout import Finish, Rollout
 
-__all__ = ["STEP", "decode", "encode", "is_sound"]
+__all__ = ["STEP", "decode", "encode", "is_sound", "without_tokens"]
 
 STEP = 2.0**-10
 """Resolution of the log-probs, nats."""
@@ -31,6 +32,7 @@ _VERSION = 5
 _WIDE, _WIDEST, _LOGPROBS = 1, 2, 4
 _HEADER = struct.Struct("<BBBxIQQ")
 _CHECKSUM = struct.Struct("<Q")
+_NO_TOKENS = np.zeros(0, np.int32)
 _FINISHES = {int(finish): finish for finish in Finish}
 
 
@@ -93,11 +95,23 @@ def decode(key: bytes, record: bytes) -> Rollout:
     if flags & _LOGPROBS:
         logprobs = np.frombuffer(record, "<u2", n, at) * np.float32(-STEP)
         logprobs += np.float32(0)  # 0 rather than -0
-    rollout: Rollout = object.__new__(Rollout)  # its fields were checked before they were encoded
-    rollout.__dict__.update(
+    return _unchecked(  # it was checked before it was encoded
         key=key, tokens=tokens, finish=_FINISHES[finish], policy_version=policy_version,
         logprobs=logprobs, identity=identity,
     )  # fmt: skip
+
+
+def without_tokens(key: bytes, identity: int) -> Rollout:
+    """Return a response of which no more is wanted than that there is one."""
+    return _unchecked(
+        key=key, tokens=_NO_TOKENS, finish=Finish.PARTIAL, policy_version=0, logprobs=None,
+        identity=identity,
+    )  # fmt: skip
+
+
+def _unchecked(**fields: Any) -> Rollout:
+    rollout: Rollout = object.__new__(Rollout)
+    rollout.__dict__.update(fields)
     return rollout
 
 

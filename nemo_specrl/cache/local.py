@@ -106,9 +106,11 @@ class LocalCache:
         )
         return cls(store, threads)
 
-    def get(self, keys: Sequence[bytes], timeout: float) -> dict[bytes, list[Rollout]]:
+    def get(
+        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+    ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first; what is late or fails is left out."""
-        return self._tried(lambda: self.store.get(keys), {}, timeout)
+        return self._tried(lambda: self.store.get(keys, known=known), {}, timeout)
 
     def put(self, rollouts: Sequence[Rollout]) -> int:
         """Keep responses, and return how many were kept; it may wait for the disk."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import re
@@ -16,12 +17,12 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_specrl.cache import snapshot as snapshots
-from nemo_specrl.cache.codec import decode, encode, is_sound
+from nemo_specrl.cache.codec import decode, encode, is_sound, without_tokens
 from nemo_specrl.cache.database import (
     BUSY_SECONDS,
     DATA_FILE,
@@ -127,20 +128,23 @@ class RolloutStore:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def get(self, keys: Iterable[bytes], most: int | None = None) -> dict[bytes, list[Rollout]]:
+    def get(
+        self, keys: Iterable[bytes], most: int | None = None, known: Collection[int] = frozenset()
+    ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first.
 
         Args:
             keys: keys of prompts; those without responses are left out of the answer.
             most: the newest ones that are wanted. None: all.
+            known: identities of responses of which no tokens are wanted.
 
         Raises:
             StoreUnavailable: the file cannot be read, or was damaged and has been moved aside.
         """
         names = list(dict.fromkeys(keys))
         with self._connection("read") as database:
-            records = self._records(database, names, most)
-        found = {key: self._decoded(key, rows) for key, rows in records.items()}
+            records = self._records(database, names, most, known)
+        found = {key: self._decoded(key, rows, known) for key, rows in records.items()}
         found = {key: responses for key, responses in found.items() if responses}
         with self._lock:
             for key in found:
@@ -151,23 +155,39 @@ class RolloutStore:
         return found
 
     def _records(
-        self, database: sqlite3.Connection, keys: Iterable[bytes], most: int | None = None
+        self,
+        database: sqlite3.Connection,
+        keys: Iterable[bytes],
+        most: int | None = None,
+        known: Collection[int] = frozenset(),
     ) -> dict[bytes, list[tuple[int, int, bytes]]]:
-        """Return numbers, identities and records of prompts' responses, newest first."""
+        """Return numbers, identities and records of prompts' responses, newest first; the records
+        of known ones are not read.
+        """
+        skipped = json.dumps(list(known))
         limit = min(self.responses_per_prompt if most is None else most, self.responses_per_prompt)
         return {
             key: database.execute(
-                "SELECT number, identity, record FROM rollouts WHERE key = ? "
+                "SELECT number, identity, CASE WHEN identity NOT IN (SELECT value FROM "
+                "json_each(?)) THEN record END FROM rollouts WHERE key = ? "
                 "ORDER BY number DESC LIMIT ?",
-                (key, limit),
+                (skipped, key, limit),
             ).fetchall()
             for key in keys
         }
 
-    def _decoded(self, key: bytes, rows: list[tuple[int, int, bytes]]) -> list[Rollout]:
+    def _decoded(
+        self,
+        key: bytes,
+        rows: list[tuple[int, int, bytes]],
+        known: Collection[int] = frozenset(),
+    ) -> list[Rollout]:
         """Decode records, the last one first; those that are damaged are counted and noted."""
         responses = []
         for row, identity, record in reversed(rows):
+            if identity in known:
+                responses.append(without_tokens(key, identity))
+                continue
             try:
                 responses.append(decode(key, record))
             except CorruptRecord as error:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +50,7 @@ WAITING_LOOKUPS = 4096
 WAITING_BYTES = 256 * 2**20
 """Responses that may wait to be written, bytes; further ones are dropped."""
 WRITTEN_AT_ONCE = 4096
-WRITE_SECONDS = 0.2
+WRITE_SECONDS = 0.5
 """How long the writer waits for further responses to end: a transaction costs 0.4 ms, and each
 response in it 0.03 ms."""
 FLUSH_SECONDS = 5.0
@@ -97,10 +97,15 @@ class _Prompt:
 
 
 class _Lookup:
-    """A look-up of one prompt; ``found`` is set before ``done``."""
+    """A look-up of one prompt; ``found`` is set before ``done``.
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key
+    Args:
+        key: the prompt's key.
+        known: identities of the responses that the workers have.
+    """
+
+    def __init__(self, key: bytes, known: Collection[int]) -> None:
+        self.key, self.known = key, known
         self.found: Sequence[Rollout] = ()
         self.done = threading.Event()
 
@@ -261,7 +266,9 @@ class Resident:
         """
         lookup = prompt.lookup
         if lookup is None and len(prompt.live) == 1:
-            lookup = prompt.lookup = self._cache.look_up(key)
+            with self._lock:
+                known = frozenset(prompt.known)
+            lookup = prompt.lookup = self._cache.look_up(key, known)
             if lookup is not None:
                 self._await(lookup)
         if lookup is None:
@@ -388,7 +395,7 @@ class _Cache:
         for work in (self._look_up_all, self._write_all):
             threading.Thread(target=work, name=f"spec_rl{work.__name__}", daemon=True).start()
 
-    def look_up(self, key: bytes) -> _Lookup | None:
+    def look_up(self, key: bytes, known: Collection[int]) -> _Lookup | None:
         """Begin a look-up; None: there is no cache, or too many wait."""
         with self._changed:
             if self._closing or (self._opened.is_set() and self._cache is None):
@@ -396,7 +403,7 @@ class _Cache:
             if len(self._lookups) >= WAITING_LOOKUPS:
                 self._counts[metric.HISTORIES_REFUSED] += 1
                 return None
-            lookup = _Lookup(key)
+            lookup = _Lookup(key, known)
             self._lookups.append(lookup)
             self._changed.notify_all()
         return lookup
@@ -469,7 +476,8 @@ class _Cache:
                     return
             found: dict[bytes, list[Rollout]] = {}
             try:
-                found = self._cache.get([lookup.key for lookup in lookups], LOOKUP_SECONDS)
+                keys, known = zip(*((one.key, one.known) for one in lookups), strict=True)
+                found = self._cache.get(keys, LOOKUP_SECONDS, frozenset().union(*known))
             except Exception:
                 self._counts[metric.ENGINE_FAILURES] += 1
             for lookup in lookups:

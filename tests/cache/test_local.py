@@ -116,7 +116,7 @@ def test_a_late_lookup_is_left_out_and_counted(tmp_path, monkeypatch):
     cache.put([rollout(1)])
     gate = threading.Event()
     get = cache.store.get
-    monkeypatch.setattr(cache.store, "get", lambda keys: gate.wait() and get(keys))
+    monkeypatch.setattr(cache.store, "get", lambda keys, known: gate.wait() and get(keys))
     assert cache.get([KEY], 0.01) == {}
     gate.set()
     assert cache.get([KEY], LONG) == {KEY: [rollout(1)]}

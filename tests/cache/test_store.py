@@ -43,6 +43,10 @@ def test_what_is_put_is_found_oldest_first(store):
     assert sorted(found) == [0, 1, 2, 3]
     assert store.get([prompt_key([1])], most=2) == {prompt_key([1]): found[1][-2:]}
     assert store.get([]) == {} and store.put([]) == 0
+    known = {r.identity for r in found[1][:2]} | {found[0][0].identity, 2**63 - 1}
+    one = store.get([prompt_key([1])], known=known)[prompt_key([1])]
+    assert [r.identity for r in one] == [r.identity for r in found[1]]
+    assert [len(r) for r in one[:2]] == [0, 0] and one[2:] == found[1][2:]
     stats = store.stats()
     assert (stats.prompts, stats.responses, stats.evicted, stats.damaged) == (4, 15, 0, 0)
     assert 0 < stats.bytes_on_disk <= stats.max_bytes == 16 * MIB

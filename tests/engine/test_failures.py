@@ -68,7 +68,7 @@ class Slow:
     def __init__(self):
         self.let_go = threading.Event()
 
-    def get(self, keys, timeout):
+    def get(self, keys, timeout, known):
         self.let_go.wait(30)
         return {KEY: rollouts([[5, 6, 7, 8]])}
 
@@ -100,7 +100,7 @@ def test_a_slow_cache_is_not_waited_for_again_and_again(drafting, expected, monk
     assert counts["spec_rl/histories_late"] == 64
     assert caplog.text.count("the rollout cache is slow") == 1
     # What was late comes with the prompt's next request.
-    lookup = drafting.scheduler.resident._cache.look_up(KEY)
+    lookup = drafting.scheduler.resident._cache.look_up(KEY, ())
     drafting.tokens(PROMPT, params(4))
     slow.let_go.set()
     assert lookup.done.wait(10) and drafting.scheduler.resident.flush(10)

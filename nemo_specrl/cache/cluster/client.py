@@ -194,12 +194,16 @@ class ClusterCache:
 
     # --- what engines call ------------------------------------------------------------------------
 
-    def get(self, keys: Sequence[bytes], timeout: float) -> dict[bytes, list[Rollout]]:
+    def get(
+        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+    ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first, as far as they come in time.
 
         Args:
             keys: keys of prompts.
             timeout: seconds.
+            known: identities of responses that come without tokens where this node is an owner;
+                what others have may be given to owners that lack it.
         """
         until = time.monotonic() + timeout
         own, nodes = self._view
@@ -237,7 +241,8 @@ class ClusterCache:
             asked = self._call(by_node, nodes, lambda shard, batch: shard.get.remote(batch))
             calls |= asked
             if here and self._local:
-                add(own, here, self._local.get(here, limit - now))
+                skipped = frozenset() if wave else known
+                add(own, here, self._local.get(here, limit - now, skipped))
             for node, batch, answer in self._answers(calls, nodes, limit, asked):
                 add(node, batch, answer)
         self._give_up(calls, nodes)

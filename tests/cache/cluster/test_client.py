@@ -38,6 +38,8 @@ def test_without_a_cluster_the_nodes_own_store_is_used(no_raylet, tmp_path, capl
         assert cache.get([KEY], 10.0) == {KEY: [ROLLOUT]}
         wait_until(lambda: "rollout cache: Ray:" in caplog.text)
         assert cache.get([KEY], 10.0) == {KEY: [ROLLOUT]}
+        (known,) = cache.get([KEY], 10.0, {ROLLOUT.identity})[KEY]
+        assert known.identity == ROLLOUT.identity and not len(known)
         assert cache.stats()[names.CACHE_NODES] == 0
         checkpoint = ClusterCheckpoint(config, VOCABULARY)
         checkpoint.save(tmp_path / "saved")
