@@ -7,6 +7,7 @@ For a Hopper GPU of 80 GB and vLLM 0.25.1 or later. Downloads nothing: a model o
 Qwen3-8B gets random weights (``model.py``). Two engines are on the GPU at once, a plain one and one
 with the plug-in; each comparison is repeated with prompts of its own, the engines in another order.
 
+- ``costs``: seconds of a step by rows, draft tokens and context, as timed and as computed.
 - ``lossless/P/ROWS``: prompts whose 8 earlier responses are in the cache; P is the probability of
   a sampled token, on average.
 - ``cold/ROWS``: prompts that come for the first time and never again: what the plug-in costs.
@@ -20,8 +21,10 @@ measures what is missing, until ``--minutes`` are over. ``--size tiny`` does it 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -206,6 +209,23 @@ class Bench:
 
         return self.compared(sides)
 
+    def costs(self) -> dict[str, Any]:
+        """What a step costs by the layers as they were timed, and as computed."""
+        from nemo_specrl.engine.step_costs import step_costs, time_layers
+
+        (timed,) = self.drafting.collective_rpc(time_layers)
+        costs = step_costs(self.drafting.llm_engine.vllm_config)
+        sides = {"timed": timed, "computed": ()}
+
+        def step(rows: int, length: int, context: int) -> dict[str, float]:
+            return {
+                side: float(dataclasses.replace(costs, timed=of).seconds(rows, length, context))
+                for side, of in sides.items()
+            }
+
+        steps = itertools.product(self.size.rows, (0, 3, 7), (200, 3000))
+        return {"repetitions": [{"/".join(map(str, s)): step(*s) for s in steps}]}
+
     def search(self) -> dict[str, Any]:
         """Seconds in which drafts are made for so many rows, without an engine."""
         from benchmarks.gpu.search import DraftedRows
@@ -243,6 +263,8 @@ def mean_p(outputs: list[Any]) -> float:
 def points(size: Size) -> dict[str, Callable[[Bench], dict[str, Any]]]:
     """What is measured, by name; what matters most comes first."""
     found: dict[str, Callable[[Bench], dict[str, Any]]] = {}
+    if on_gpu():
+        found["costs"] = lambda b: b.costs()
     for rows in size.rows:
         for p in size.mean_p:
             found[f"lossless/{p}/{rows}"] = lambda b, p=p, rows=rows: b.lossless(p, rows)

@@ -4,11 +4,11 @@ vLLM's V2 model runner gives every row of a step the same number of draft tokens
 full CUDA graphs. With few rows, a GPU waits for its weights, so that verifying long drafts costs
 next to nothing; many rows keep it computing, and only drafts that are likely to be accepted pay
 off. The number therefore depends on the rows of the step, on what a step costs (``StepCosts``,
-computed from the model and the data sheet of the GPU), and on which drafts have been accepted
-(``UniformLengths``). If no length gains anything, it is 0, and vLLM decodes as it does without
-drafts.
+computed from the model and the data sheet of the GPU, or timed when the engine started), and on
+which drafts have been accepted (``UniformLengths``). If no length gains anything, it is 0, and vLLM
+decodes as it does without drafts.
 
-Nothing here reads a clock: the choice depends only on what was accepted.
+Nothing here reads a clock: while an engine runs, the choice depends only on what was accepted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "LEAST_GAIN",
     "LENGTHS",
     "PRIOR_CHANCE",
+    "ROW_SECONDS",
     "SAMPLER_PASSES",
     "Gpu",
     "StepCosts",
@@ -108,8 +109,13 @@ class StepCosts:
         kv_bytes: bytes of a token in the KV cache, on one rank.
         vocabulary: entries of the logits. The output layer is shared among ranks, but vLLM gathers
             the logits, and each rank samples from all of them.
+        head_bytes: bytes of the output layer, on one rank. Included in ``weight_bytes``, as its
+            operations are in ``token_flops``.
+        head_flops: operations of a token in the output layer, on one rank.
         state_bytes: bytes of a row's state in layers other than attention, on one rank. A step
             reads one, and writes one after each of its tokens.
+        timed: numbers of tokens, increasing, and the seconds that all layers but the output layer
+            took for them, with contexts of next to nothing. Empty: these are computed.
     """
 
     gpu: Gpu
@@ -119,7 +125,10 @@ class StepCosts:
     token_flops: float
     kv_bytes: float
     vocabulary: int
+    head_bytes: float = 0.0
+    head_flops: float = 0.0
     state_bytes: float = 0.0
+    timed: Sequence[tuple[int, float]] = ()
 
     def seconds(
         self, rows: npt.ArrayLike, length: npt.ArrayLike, context: float
@@ -134,25 +143,33 @@ class StepCosts:
         rows, length = np.asarray(rows, np.float64), np.asarray(length, np.float64)
         tokens = rows * (1 + length)
         bandwidth = BANDWIDTH_SHARE * self.gpu.bandwidth
-        experts = self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
-        reading = (self.weight_bytes + experts) / bandwidth
-        waves = np.where(tokens > WAVE / 2, np.ceil(tokens / WAVE) * WAVE, tokens)
-        computed = (1 - WAVE_SHARE) * tokens + WAVE_SHARE * waves
-        computing = self.token_flops * computed / (COMPUTE_SHARE * self.gpu.flops)
+        if self.timed:
+            model = self._timed(tokens) + self._products(self.head_bytes, self.head_flops, tokens)
+        else:
+            experts = self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
+            model = self._products(self.weight_bytes + experts, self.token_flops, tokens)
+            model += (rows + tokens) * self.state_bytes / bandwidth + LAUNCH_SECONDS
         attention = rows * context * self.kv_bytes / bandwidth
-        states = (rows + tokens) * self.state_bytes / bandwidth
         sampling = tokens * self.vocabulary * 4 * SAMPLER_PASSES / bandwidth
         drafting = np.where(length > 0, DRAFT_SECONDS, 0.0)
-        seconds: Floats = (
-            (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
-            + attention
-            + states
-            + sampling
-            + drafting
-            + rows * ROW_SECONDS
-            + LAUNCH_SECONDS
-        )
+        seconds: Floats = model + attention + sampling + drafting + rows * ROW_SECONDS
         return seconds
+
+    def _products(self, nbytes: npt.ArrayLike, flops: float, tokens: Floats) -> Floats:
+        """Seconds of matrix products that read so many bytes, and do so much for each token."""
+        reading = np.asarray(nbytes) / (BANDWIDTH_SHARE * self.gpu.bandwidth)
+        waves = np.where(tokens > WAVE / 2, np.ceil(tokens / WAVE) * WAVE, tokens)
+        computed = (1 - WAVE_SHARE) * tokens + WAVE_SHARE * waves
+        computing = flops * computed / (COMPUTE_SHARE * self.gpu.flops)
+        seconds: Floats = (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
+        return seconds
+
+    def _timed(self, tokens: Floats) -> Floats:
+        """Between the numbers that were timed as on a line; beyond them in proportion."""
+        sizes, seconds = np.array(self.timed).T
+        between = np.interp(tokens, sizes, np.maximum.accumulate(seconds))
+        found: Floats = between * np.maximum(1.0, tokens / sizes[-1])
+        return found
 
 
 def expected_tokens(chances: npt.ArrayLike) -> Floats:

@@ -1,13 +1,22 @@
-"""What a decoding step costs on the GPU at hand, in time and memory, by vLLM's configuration."""
+"""What a decoding step costs on the GPU at hand, in time and memory.
+
+The time is computed by vLLM's configuration, but for the layers of dense models, which are timed
+when an engine has started (:func:`time_layers`): what kernels, graphs and all-reduces take differs
+from GPU to GPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from nemo_specrl.drafting.uniform_length import GPUS, Gpu, StepCosts
 
-__all__ = ["SAMPLER_BYTES", "costs_of", "max_drafted", "step_costs"]
+__all__ = ["SAMPLER_BYTES", "TIMED", "costs_of", "max_drafted", "step_costs", "time_layers"]
 
 STATES = ("mamba", "linear_attention")
 """Names of layers that keep a state, in Hugging Face configurations."""
@@ -15,6 +24,11 @@ SAMPLER_BYTES = 2 * 2**30
 """Memory for the logits of a step's draft tokens, which vLLM's memory profile does not include
 (vllm-project/vllm pull request 48037): a quarter of what ``gpu_memory_utilization`` 0.9 leaves of
 80 GiB."""
+
+TIMED = "spec_rl_timed"
+"""Key in ``additional_config`` of what :func:`time_layers` returned, for the scheduler."""
+POINTS, TIMES, MOST_TIMED = 16, 5, 1536
+"""How many numbers of tokens are timed without and with drafts, how often, and the largest."""
 
 
 def max_drafted(vllm_config: Any) -> int:
@@ -52,7 +66,49 @@ def step_costs(vllm_config: Any) -> StepCosts:
     gpu = _gpu_at_hand()
     if eight_bit:
         gpu = Gpu(gpu.bandwidth, 2 * gpu.flops)
-    return costs_of(model.hf_text_config, gpu, ranks, 1 if eight_bit else 2, kv_bytes)
+    costs = costs_of(model.hf_text_config, gpu, ranks, 1 if eight_bit else 2, kv_bytes)
+    timed = (vllm_config.additional_config or {}).get(TIMED, ())
+    return costs if costs.expert_bytes else dataclasses.replace(costs, timed=timed)
+
+
+def time_layers(worker: Any) -> list[tuple[int, float]]:
+    """Time the layers of a model by steps as vLLM runs them for data-parallel ranks without work.
+
+    All ranks must call it, after graphs have been captured. The output layer is not run, rows have
+    no context, and all tokens are the same, so that a mixture of experts reads only some of them.
+
+    Args:
+        worker: vLLM's worker with the V2 model runner.
+
+    Returns:
+        numbers of tokens, increasing, and seconds of a step.
+    """
+    import torch
+
+    runner, on_device = worker.model_runner, torch.accelerator.is_available()
+    rows, each = int(runner.max_num_reqs), int(runner.decode_query_len)
+    most = min(MOST_TIMED, int(runner.max_num_tokens))
+    plain = {(n, False) for n in _spread(1, min(rows, most))}
+    drafts = {(each * n, True) for n in _spread(rows // each + 1, min(rows, most // each))}
+    found = []
+    for tokens, drafted in sorted(plain | drafts):
+        for repetition in range(1 + TIMES):
+            if repetition <= 1:  # the first one may compile
+                if on_device:
+                    torch.accelerator.synchronize()
+                began = time.perf_counter()
+            runner._dummy_run(tokens, uniform_decode=drafted)
+        if on_device:
+            torch.accelerator.synchronize()
+        found.append((tokens, (time.perf_counter() - began) / TIMES))
+    return found
+
+
+def _spread(first: int, last: int) -> list[int]:
+    """Some whole numbers from the first to the last, closer together where they are small."""
+    if last < first:
+        return []
+    return sorted({round(number) for number in np.geomspace(first, last, POINTS)})
 
 
 def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int) -> StepCosts:
@@ -80,7 +136,7 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
     expert = matrices * hidden * int(_first(config, "moe_intermediate_size") or inner)
     dense = (kinds["attention"] + kinds["state"]) * attention + hidden * vocabulary
     dense += kinds["mlp"] * matrices * hidden * inner
-    mixtures = kinds["moe"]
+    mixtures, output = kinds["moe"], hidden * vocabulary
     return StepCosts(
         gpu=gpu,
         weight_bytes=dense * weight_bytes / ranks,
@@ -89,6 +145,8 @@ def costs_of(config: Any, gpu: Gpu, ranks: int, weight_bytes: int, kv_bytes: int
         token_flops=2 * (dense + mixtures * chosen * expert) / ranks,
         kv_bytes=2 * kinds["attention"] * max(1, kv_heads / ranks) * head * kv_bytes,
         vocabulary=vocabulary,
+        head_bytes=output * weight_bytes / ranks,
+        head_flops=2 * output / ranks,
         state_bytes=kinds["state"] * _state_bytes(config) / ranks,
     )
 

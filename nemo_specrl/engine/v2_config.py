@@ -26,6 +26,7 @@ __all__ = [
     "FIRST_WITH_STATES",
     "check",
     "check_drafter",
+    "chooses_lengths",
     "complete",
     "drafts_alone",
     "drafts_from_history",
@@ -101,6 +102,13 @@ def has_drafter(vllm_config: Any) -> bool:
 def drafts_alone(vllm_config: Any) -> bool:
     """Whether an engine drafts from history and has no drafter of the user's own."""
     return drafts_from_history(vllm_config) and not has_drafter(vllm_config)
+
+
+def chooses_lengths(vllm_config: Any) -> bool:
+    """Whether an engine drafts from history alone, with a length chosen for each step."""
+    if not drafts_alone(vllm_config):
+        return False
+    return vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
 
 
 def _lengths(draft: DraftConfig) -> list[int]:

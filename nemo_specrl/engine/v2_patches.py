@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from typing import Any
 
 from nemo_specrl.engine import v2_config
 from nemo_specrl.engine.patches import Patch, install
-from nemo_specrl.engine.step_costs import max_drafted
+from nemo_specrl.engine.step_costs import TIMED, max_drafted, step_costs, time_layers
 from nemo_specrl.engine.v2_hybrids import HYBRID_PATCHES
 
 __all__ = ["PATCHES"]
+
+logger = logging.getLogger(__name__)
 
 SPECULATOR = "nemo_specrl.engine.speculator"
 """Imported where a runner needs it: it needs Triton, which other processes of vLLM may not have."""
@@ -102,6 +105,30 @@ def _post_init(original: Any, self: Any) -> None:
         v2_config.check(self)
 
 
+def _initialize_kv_caches(original: Any, self: Any, vllm_config: Any) -> Any:
+    """Afterwards workers are ready, and the scheduler is made next."""
+    made = original(self, vllm_config)
+    if on_gpu() and v2_config.chooses_lengths(vllm_config):
+        if step_costs(vllm_config).expert_bytes:
+            return made
+        try:
+            timed, *_ = self.model_executor.collective_rpc(time_layers)
+        except Exception:
+            logger.warning("steps cannot be timed; their costs are computed", exc_info=True)
+        else:
+            vllm_config.additional_config[TIMED] = timed
+            told = ", ".join(f"{tokens}: {1000 * seconds:.2f}" for tokens, seconds in timed)
+            logger.info("layers of a step take, by tokens, in milliseconds: %s", told)
+    return made
+
+
+def on_gpu() -> bool:
+    """Whether steps are worth timing."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike())
+
+
 def _init_candidates(original: Any, self: Any) -> None:
     original(self)
     if v2_config.drafts_alone(self.vllm_config):
@@ -146,6 +173,12 @@ PATCHES = (
         _post_init,
         "Lengths of drafts and sizes of graphs are set once the sizes of the model are known and "
         "before vLLM derives others from them; engines that could not draft are refused.",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore",
+        "_initialize_kv_caches",
+        _initialize_kv_caches,
+        "Times steps once graphs have been captured, before the scheduler that needs it is made.",
     ),
     Patch(
         _RUNNER,

@@ -14,6 +14,7 @@ from nemo_specrl.drafting.uniform_length import (
     GPUS,
     LEAST_GAIN,
     LENGTHS,
+    ROW_SECONDS,
     SAMPLER_PASSES,
     UniformLengths,
     expected_tokens,
@@ -212,3 +213,28 @@ def test_a_chosen_length_is_the_best_of_all():
     for rows in (1, 16, 64, 256):
         gains = {k: tokens[k] / COSTS.seconds(rows, k, 3000) for k in LENGTHS}
         assert gains[table[rows]] >= max(gains.values()) / LEAST_GAIN
+
+
+def test_layers_that_were_timed_take_the_place_of_what_is_computed():
+    """Timed where they take what is computed, a step costs the same; where twice that, more."""
+    layers = dataclasses.replace(
+        COSTS,
+        weight_bytes=COSTS.weight_bytes - COSTS.head_bytes,
+        token_flops=COSTS.token_flops - COSTS.head_flops,
+        vocabulary=0,
+    )
+    sizes = [*range(1, 65), *range(80, 1537, 16)]
+    seconds = (layers.seconds(sizes, 0, 0) - np.array(sizes) * ROW_SECONDS).tolist()
+    timed = dataclasses.replace(COSTS, timed=list(zip(sizes, seconds, strict=True)))
+    slow = dataclasses.replace(COSTS, timed=[(n, 2 * s) for n, s in timed.timed])
+    for rows, length, _ in measured_steps():
+        for context in (0, 3000):
+            computed = COSTS.seconds(rows, length, context)
+            assert timed.seconds(rows, length, context) == pytest.approx(computed, rel=0.05)
+    assert slow.seconds(8, 0, 0) > 1.8 * timed.seconds(8, 0, 0)
+    more = slow.seconds(8, 0, 3000) - slow.seconds(8, 0, 0)
+    assert more == pytest.approx(timed.seconds(8, 0, 3000) - timed.seconds(8, 0, 0))
+    beyond, last = timed.seconds([512, 256], [5, 5], 0)
+    assert beyond == pytest.approx(2 * last, rel=0.1)  # of 3,072 and 1,536 tokens
+    noisy = dataclasses.replace(COSTS, timed=[(1, 2e-3), (8, 1e-3), (16, 3e-3)])
+    assert (np.diff(noisy.seconds(np.arange(1, 17), 0, 0)) > 0).all()
