@@ -1,6 +1,7 @@
 """The embedded trainer through its command line: real engine, real cache, real SIGKILL.
 
-Every run is a process of its own, as a user's is. The recipe is the demo's, made small.
+Every run is a process of its own, as a user's is; most of them begin with torch and vLLM imported
+(``warm``). The recipe is the demo's, made small.
 """
 
 import json
@@ -24,6 +25,7 @@ from nemo_specrl.trainer.loop import Trainer
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.ports import listening
+from tests.support.warm import Command
 
 DEMO = "examples/configs/grpo_sort_cpu.yaml"
 DAPO = "examples/configs/dapo_arith_cpu.yaml"
@@ -66,27 +68,14 @@ def environment(folder):
 
 
 def train(folder, *overrides, code=0, **options):
-    done = subprocess.run(
-        command(folder, *overrides, **options),
-        cwd=REPOSITORY,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == code, done.stderr[-3000:]
-    return done
+    process = start(folder, *overrides, **options)
+    assert process.wait(600) == code, process.stderr[-3000:]
+    return process
 
 
-def start(folder, *overrides):
-    return subprocess.Popen(
-        command(folder, *overrides),
-        cwd=REPOSITORY,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(folder, *overrides, **options):
+    _, _, module, *arguments = command(folder, *overrides, **options)
+    return Command(module, arguments, REPOSITORY, environment(folder))
 
 
 def records(folder):
@@ -99,7 +88,7 @@ def records(folder):
 
 def wait_for_steps(process, folder, steps):
     while len(read_metrics(folder / "metrics.jsonl")) < steps:
-        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert process.poll() is None, process.stderr[-3000:]
         time.sleep(0.02)
 
 
@@ -107,7 +96,16 @@ def wait_for_steps(process, folder, steps):
 def whole_run(tmp_path_factory):
     """A run of six steps, three epochs, that was never interrupted: folder, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, train(folder)
+    done = subprocess.run(
+        command(folder),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +259,8 @@ def test_an_interrupt_leaves_a_checkpoint(plain, tmp_path):
     for _ in range(2):  # what Slurm sends, and what a launcher passes on, changes nothing
         time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output[-3000:]
+    assert process.wait(600) == 130, process.stderr[-3000:]
+    output = process.stdout + process.stderr
     assert output.count("finishing this step, then saving") == 1
     (checkpoint,) = tmp_path.glob("step_*")
     assert checkpoint.name in ("step_2", "step_3", "step_4")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -18,6 +16,7 @@ from nemo_specrl.trainer.generation.engine import cache_config
 from nemo_specrl.trainer.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.support.trainer.tool_models import LONGEST, PROMPTS
+from tests.support.warm import Command
 
 ROWS = 8
 """Of a step."""
@@ -72,15 +71,9 @@ def recipe(folder, model, block="grpo", **algorithm):
 def train(path, *overrides):
     temporary = path.parent / "temporary"
     temporary.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_specrl", "train", str(path), *overrides],
-        cwd=REPOSITORY,
-        env=os.environ | {"TMPDIR": str(temporary)},
-        text=True,
-        capture_output=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    process = Command("nemo_specrl", ["train", str(path), *overrides], REPOSITORY, environment)
+    assert process.wait(600) == 0, process.stderr[-3000:]
     return read_metrics(path.parent / "metrics.jsonl")
 
 
