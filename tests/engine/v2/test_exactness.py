@@ -130,6 +130,7 @@ def test_exact(llm, store, prompt, random_model, drafts):
             assert tested(2 * ROWS, [*prompt[:-1], 19], 100) < BENT_SEEN
 
 
+@pytest.mark.parametrize("llm", ["async"], indirect=True)  # seeds are none of the scheduler's
 def test_one_seed_in_every_epoch(llm, prompt, random_model, monkeypatch):
     """A request never meets a draft that its own random numbers have accepted before.
 
@@ -167,6 +168,7 @@ def forbidden(samples, words):
     return mask
 
 
+@pytest.mark.parametrize("llm", ["async"], indirect=True)  # where the host knows least
 def test_bad_words(llm, store, prompt, random_model):
     """They never come up, although drafts hold them, and all else has its own distribution.
 

@@ -16,7 +16,7 @@ from tests.support.v2_exactness import VOCABULARY, Gained, drafting, make_llm, r
 
 pytestmark = pytest.mark.skipif(vllm_version() < (0, 29), reason="refused there; see test_config")
 K = 3
-ROWS, TOKENS, LONGEST_PROMPT, IN_A_STEP = 8, 16, 40, 64
+ROWS, TOKENS, LONGEST_PROMPT, IN_A_STEP = 4, 16, 40, 48
 """Rows, tokens of each, tokens of a prompt at most, and tokens of a step: prompts come in parts."""
 LENGTHS = (3, 0, 2, 3, 0, 0, 2)
 """Of drafts, step by step."""
