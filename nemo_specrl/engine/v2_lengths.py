@@ -93,10 +93,12 @@ class LengthsOfSteps:
         """
         self._steps += 1
         rows = min(len(running), len(self.table) - 1)
-        self._without = 0 if self.table[rows] or not rows else self._without + 1
-        if rows and (self._steps >= RENEWED or self._drafts >= OBSERVED):
+        if not rows:
+            return
+        if self._steps >= RENEWED or self._drafts >= OBSERVED:
             self._context = sum(row.num_tokens for row in running) / len(running)
             self._renew()
+        self._without = 0 if self.table[rows] else self._without + 1
         if self._without >= PROBE:
             self._without = 0
             self.table[:] = self.uniform.probing(self.table)
@@ -105,10 +107,11 @@ class LengthsOfSteps:
     def begin_batch(self) -> None:
         """A batch or a new policy begins: what was observed before counts half.
 
-        The next step of rows renews the table, by their contexts.
+        The next step of rows renews the table, by their contexts, and drafts even if it says none:
+        what was observed may no longer be true.
         """
         self.uniform.begin_batch()
-        self._steps = RENEWED
+        self._steps, self._without = RENEWED, PROBE
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A step verified a row's draft, and accepted that many of its tokens."""

@@ -1,10 +1,10 @@
 """The examples of monitoring ask for what a run exports, Prometheus takes them, and alerts fire."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import yaml
 from nemo_specrl.monitoring.metrics_file import read_metrics
 from nemo_specrl.monitoring.prometheus import of_step, started
 from tests.conftest import REPOSITORY
+from tests.support.warm import Command
 
 FOLDER = REPOSITORY / "examples" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text())
@@ -57,12 +58,8 @@ def exported(tmp_path_factory):
         f"logger.prometheus_textfile={folder / 'run.prom'}",
     ]
     recipe = "examples/configs/grpo_sort_cpu.yaml"
-    subprocess.run(
-        [sys.executable, "-m", "nemo_specrl", "train", recipe, *overrides],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
+    run = Command("nemo_specrl", ["train", recipe, *overrides], REPOSITORY, os.environ)
+    assert run.wait() == 0, run.stderr[-3000:]
     records = read_metrics(folder / "metrics.jsonl")
     there = set(re.findall(r"^(nemo_specrl_\w+)\{", (folder / "run.prom").read_text(), re.M))
     assert there == {name for r in records for half in (*started(), *of_step(r)) for name in half}

@@ -38,7 +38,7 @@ class Command:
     def __init__(self, module, arguments, folder, environment):
         self._output = tempfile.TemporaryDirectory()
         self._process = _SERVER.Process(
-            target=_run, args=(module, arguments, folder, environment, self._output.name)
+            target=_run, args=(module, arguments, folder, dict(environment), self._output.name)
         )
         self._process.start()
         self.pid = self._process.pid

@@ -305,6 +305,24 @@ def test_one_step_in_two_hundred_drafts_where_the_table_says_none():
     assert all(256 * n <= max_drafted(configuration(256)) for n in table)
 
 
+def test_a_batch_begins_with_a_step_that_drafts():
+    """Whatever was observed before: the new policy may be another one, and is found to be."""
+    lengths, table = lengths_of(256)
+    for _ in range(4000):
+        lengths.observe(2, 0)
+    rows = [SimpleNamespace(num_tokens=200)] * 256
+    drafted = []
+    for chance in (0, 1):
+        lengths.begin_batch()
+        for _ in range(5):
+            lengths.before_step(rows)
+            drafted.append(table[256])
+            for _ in range(256 if table[256] else 0):
+                lengths.observe(table[256], table[256] * chance)
+    assert drafted[:5] == [1, 0, 0, 0, 0]
+    assert drafted[5] == 1 and min(drafted[6:]) > 0
+
+
 def test_drafts_are_cut_to_the_length_of_the_step():
     lengths, table = lengths_of(8)
     table[:] = [0, 5, 2, 0, 0, 0, 0, 0, 0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 
 from tests.conftest import REPOSITORY
 from tests.support.trainer.text_models import text_model
+from tests.support.warm import Command
 
 BFLOAT16 = ("policy.precision=bfloat16", "policy.generation.vllm_cfg.precision=bfloat16")
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
@@ -32,15 +32,9 @@ COOL = ("policy.generation.temperature=0.7", "policy.generation.top_p=0.95")
 def test_engine_and_policy_agree_after_a_refit(tmp_path, kind, options):
     model = text_model(tmp_path / "model", kind)
     (tmp_path / "run").mkdir()
-    job = ("tests.support.trainer.architecture_job", str(tmp_path / "run"), str(model))
-    done = subprocess.run(
-        [sys.executable, "-m", *job, *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = [str(tmp_path / "run"), str(model), *options]
+    job = Command("tests.support.trainer.architecture_job", arguments, REPOSITORY, os.environ)
+    assert job.wait(300) == 0, job.stderr[-3000:]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["tokens"] > 100
     assert result["moved"] > 1e-4  # the step has changed the weights
