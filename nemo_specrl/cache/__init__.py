@@ -45,11 +45,15 @@ class HistoryCache(Protocol):
     """The earlier responses to prompts. No method raises; a failure is counted and logged once."""
 
     def get(
-        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+        self,
+        keys: Sequence[bytes],
+        timeout: float | None = None,
+        known: Collection[int] = frozenset(),
     ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first, within ``timeout`` seconds; prompts
-        without responses, and those that are late, are left out. Responses whose identities are
-        known may come without tokens, which saves reading them.
+        without responses, and those that are late, are left out. None: the caller can wait for a
+        slow disk, though not for other nodes for ever. Responses whose identities are known may
+        come without tokens, which saves reading them.
         """
 
     def put(self, rollouts: Sequence[Rollout]) -> int:

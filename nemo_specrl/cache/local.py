@@ -107,7 +107,10 @@ class LocalCache:
         return cls(store, threads)
 
     def get(
-        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+        self,
+        keys: Sequence[bytes],
+        timeout: float | None = None,
+        known: Collection[int] = frozenset(),
     ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first; what is late or fails is left out."""
         return self._tried(lambda: self.store.get(keys, known=known), {}, timeout)

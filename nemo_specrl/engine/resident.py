@@ -43,8 +43,6 @@ Int32 = npt.NDArray[np.int32]
 
 LATE_IN_A_ROW, PAUSE_SECONDS = 3, 30.0
 """After so many late look-ups in a row, no request waits for one for so long."""
-LOOKUP_SECONDS = 30.0
-"""The longest that a look-up takes. One that is late comes with the prompt's next request."""
 WAITING_LOOKUPS = 4096
 """Look-ups that may wait for the cache; further ones are refused."""
 WAITING_BYTES = 256 * 2**20
@@ -477,7 +475,7 @@ class _Cache:
             found: dict[bytes, list[Rollout]] = {}
             try:
                 keys, known = zip(*((one.key, one.known) for one in lookups), strict=True)
-                found = self._cache.get(keys, LOOKUP_SECONDS, frozenset().union(*known))
+                found = self._cache.get(keys, known=frozenset().union(*known))
             except Exception:
                 self._counts[metric.ENGINE_FAILURES] += 1
             for lookup in lookups:

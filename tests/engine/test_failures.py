@@ -68,7 +68,7 @@ class Slow:
     def __init__(self):
         self.let_go = threading.Event()
 
-    def get(self, keys, timeout, known):
+    def get(self, keys, known):
         self.let_go.wait(30)
         return {KEY: rollouts([[5, 6, 7, 8]])}
 

@@ -47,6 +47,9 @@ REFRESH_SECONDS = 5.0
 PING_SECONDS = 5.0
 MAKE_AGAIN_SECONDS = 30.0
 """How long a process waits before it makes its node's shard once more."""
+LOOKUP_SECONDS = 30.0
+"""The longest that a look-up takes. For an engine, one that is late comes with the prompt's next
+request."""
 GET_SECONDS = 1.0
 """For an answer that is there; it is not if its memory has been lost since."""
 KEY_SECONDS = 0.01
@@ -195,17 +198,20 @@ class ClusterCache:
     # --- what engines call ------------------------------------------------------------------------
 
     def get(
-        self, keys: Sequence[bytes], timeout: float, known: Collection[int] = frozenset()
+        self,
+        keys: Sequence[bytes],
+        timeout: float | None = None,
+        known: Collection[int] = frozenset(),
     ) -> dict[bytes, list[Rollout]]:
         """Return the responses to prompts, oldest first, as far as they come in time.
 
         Args:
             keys: keys of prompts.
-            timeout: seconds.
+            timeout: seconds; None: ``LOOKUP_SECONDS``.
             known: identities of responses that come without tokens where this node is an owner;
                 what others have may be given to owners that lack it.
         """
-        until = time.monotonic() + timeout
+        until = time.monotonic() + (LOOKUP_SECONDS if timeout is None else timeout)
         own, nodes = self._view
         orders = {key: self._order(key, own, nodes) for key in keys}
         found: dict[bytes, list[Rollout]] = {}
