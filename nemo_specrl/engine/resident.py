@@ -494,14 +494,16 @@ class _Cache:
                 wanted = min(WRITTEN_AT_ONCE, len(self._responses))
                 rollouts = [self._responses.popleft() for _ in range(wanted)]
                 self._writing = len(rollouts)
+            # Of a conversation, the last turn alone: it has the others.
+            last = {(rollout.key, rollout.identity): rollout for rollout in rollouts}
             kept = 0
             try:
-                kept = cache.put(rollouts)
+                kept = cache.put(list(last.values()))
             except Exception:
                 self._counts[metric.ENGINE_FAILURES] += 1
             with self._changed:
                 self._counts[metric.RESPONSES_KEPT] += kept
-                self._counts[metric.RESPONSES_DROPPED] += len(rollouts) - kept
+                self._counts[metric.RESPONSES_DROPPED] += len(last) - kept
                 self._nbytes -= sum(rollout.tokens.nbytes for rollout in rollouts)
                 self._writing = 0
                 self._changed.notify_all()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from nemo_specrl import Finish, prompt_key
+from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.engine.row import row_of
 from tests.support.engines import EOS, PROMPT, params
 from tests.support.lossless import KEY, rollouts
@@ -160,6 +160,14 @@ def test_a_conversation_is_one_response_to_its_first_prompt(drafting, monkeypatc
     drafting.begin_anew()
     drafting.tokens(PROMPT, params(20))
     assert drafting.counts()["drafted_tokens"] > 0
+
+
+def test_turns_that_are_written_together_are_one_response(drafting):
+    """The last one; those before it are in it, and not lost."""
+    for tokens in ([5, 6], [5, 6, 7]):
+        drafting.scheduler.resident._cache.put(Rollout(KEY, tokens, Finish.STOP, identity=5))
+    assert [list(r.tokens) for r in drafting.kept(KEY)] == [[5, 6, 7]]
+    assert drafting.scheduler.resident.counts()["spec_rl/responses_dropped"] == 0
 
 
 def test_n_children_are_rows_of_their_own(drafting, monkeypatch):
