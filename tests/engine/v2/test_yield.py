@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nemo_specrl.config import SpecRLConfig
-from nemo_specrl.engine import speculator
 
 EPOCHS = json.loads((Path(__file__).parent / "data" / "rollouts.json").read_text())
 PROMPTS, GROUP, K = 4, len(EPOCHS[0][0]), 5
@@ -45,7 +44,8 @@ class Rollouts:
     """
 
     def __init__(self, source):
-        self.source = source
+        from nemo_specrl.engine import speculator  # needs Triton
+
         self.drafter = SimpleNamespace(propose=self.propose, init_cudagraph_manager=None)
         self.ours = speculator.HistoryBeside(self.drafter, vllm_config(), torch.device("cpu"))
         self.rng = np.random.default_rng(0)
@@ -132,7 +132,8 @@ least: rows differ where only some have a history, or where siblings have got fu
 @pytest.fixture(scope="module")
 def sources():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "least_of_ranks", lambda number: number)  # there are no others
+        ranks = "nemo_specrl.engine.speculator.least_of_ranks"
+        patch.setattr(ranks, lambda number: number)  # there are no others
         return {name: Rollouts(name) for name in ("history", "drafter", "beside")}
 
 
