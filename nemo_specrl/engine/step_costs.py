@@ -68,7 +68,7 @@ def step_costs(vllm_config: Any) -> StepCosts:
         gpu = Gpu(gpu.bandwidth, 2 * gpu.flops)
     costs = costs_of(model.hf_text_config, gpu, ranks, 1 if eight_bit else 2, kv_bytes)
     timed = (vllm_config.additional_config or {}).get(TIMED, ())
-    return costs if costs.expert_bytes else dataclasses.replace(costs, timed=timed)
+    return dataclasses.replace(costs, timed=timed)
 
 
 def time_layers(worker: Any) -> list[tuple[int, float]]:

@@ -108,17 +108,18 @@ def _post_init(original: Any, self: Any) -> None:
 def _initialize_kv_caches(original: Any, self: Any, vllm_config: Any) -> Any:
     """Afterwards workers are ready, and the scheduler is made next."""
     made = original(self, vllm_config)
-    if on_gpu() and v2_config.chooses_lengths(vllm_config):
-        if step_costs(vllm_config).expert_bytes:
-            return made
-        try:
-            timed, *_ = self.model_executor.collective_rpc(time_layers)
-        except Exception:
-            logger.warning("steps cannot be timed; their costs are computed", exc_info=True)
-        else:
-            vllm_config.additional_config[TIMED] = timed
-            told = ", ".join(f"{tokens}: {1000 * seconds:.2f}" for tokens, seconds in timed)
-            logger.info("layers of a step take, by tokens, in milliseconds: %s", told)
+    if not (on_gpu() and v2_config.chooses_lengths(vllm_config)):
+        return made
+    if step_costs(vllm_config).expert_bytes:  # see time_layers
+        return made
+    try:
+        timed, *_ = self.model_executor.collective_rpc(time_layers)
+    except Exception:
+        logger.warning("steps cannot be timed; their costs are computed", exc_info=True)
+        return made
+    vllm_config.additional_config[TIMED] = timed
+    told = ", ".join(f"{tokens}: {1000 * seconds:.2f}" for tokens, seconds in timed)
+    logger.info("layers of a step take, by tokens, in milliseconds: %s", told)
     return made
 
 

@@ -43,12 +43,8 @@ class Command:
         self._process.start()
         self.pid = self._process.pid
 
-    @property
-    def returncode(self):
-        return self._process.exitcode
-
     def poll(self):
-        return self.returncode
+        return self._process.exitcode
 
     @property
     def stdout(self):
@@ -65,9 +61,9 @@ class Command:
 
     def wait(self, timeout=None):
         self._process.join(timeout)
-        if self.returncode is None:
+        if self.poll() is None:
             raise subprocess.TimeoutExpired("a command", timeout)
-        return self.returncode
+        return self.poll()
 
     def send_signal(self, number):
         os.kill(self.pid, number)
