@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import shutil
@@ -115,6 +116,7 @@ def make_engine(model, **arguments):
     # dense model that came first has made none for the experts of a later one.
     core.cleanup_dist_env_and_memory = lambda *args, **options: None
     parallel_state._EP = parallel_state._EP or parallel_state._TP
+    gc.freeze()  # vLLM collects garbage a dozen times, for half a second each
     usual = {
         "dtype": "float32",
         "max_model_len": 192,

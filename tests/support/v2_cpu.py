@@ -6,6 +6,7 @@ fast. As a plug-in of pytest (``-p tests.support.v2_cpu``) it is imported early 
 asks for the V2 runner and leaves all else as it is.
 """
 
+import functools
 import importlib.metadata as metadata
 import importlib.util
 import os
@@ -48,6 +49,7 @@ elif READY:
     import triton.backends
     import triton.language as tl
     from triton.language.extra import libdevice
+    from triton.runtime import interpreter
 
     class Driver:
         """Of no device. Where a kernel is tuned, its first configuration is as fast as the rest."""
@@ -64,6 +66,33 @@ elif READY:
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
     libdevice.log1p = lambda x: tl.log(1.0 + x)  # the interpreter has no libdevice
+
+    _patch = interpreter._patch_lang
+
+    @functools.cache
+    def _patched(*languages):
+        function = types.SimpleNamespace(__globals__=dict(enumerate(languages)))
+        _patch(function)
+        return types.SimpleNamespace(restore=lambda: None)
+
+    def patch_lang(function):
+        """As Triton's, which looks through its language for each call within a kernel: once."""
+        return _patched(*(x for x in function.__globals__.values() if x is tl or x is tl.core))
+
+    interpreter._patch_lang = patch_lang
+    _np_dtype = interpreter._get_np_dtype
+    _of_scalars = functools.cache(_np_dtype)
+
+    def np_dtype(dtype):
+        """As Triton's, which makes its table anew for each value."""
+        pointer = isinstance(dtype.scalar, tl.pointer_type)
+        return _np_dtype(dtype) if pointer else _of_scalars(dtype.scalar)
+
+    interpreter._get_np_dtype = np_dtype
+    # Each addition of integers would be made twice, to see whether it overflows.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
     from vllm.platforms.cpu import CpuPlatform
 

@@ -20,7 +20,7 @@ from tests.support.v2_workers import note_drafts, noted_drafts
 
 from .test_async import sampling
 
-ROWS, LENGTH, EPOCHS = 4, 10, 2
+ROWS, LENGTH, EPOCHS = 3, 10, 2
 PROMPTS = [[*PROMPT[:-1], token] for token in (3, 4)]
 
 
