@@ -31,6 +31,8 @@ SMALL_LOCK = (
 """Of the CPU stack's packages, those without which `doctor` says that something is missing. The
 rest is 1 GB to download."""
 VLLM = "/opt/ray_venvs/nemo_rl.VllmGenerationWorker/lib/python3.13/site-packages/vllm"
+CHECKOUT = "/opt/nemo-rl"
+"""The working folder."""
 LEFT_BEHIND = ("/build", "/tmp/", "/run/secrets", "/var/cache/apt/", "/var/lib/apt/lists/")
 
 
@@ -50,8 +52,9 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def workers_environment(tree: Path) -> None:
-    """An environment as uv makes it for NeMo-RL: folders, and links to files in root's home."""
+def nemo_rl(tree: Path) -> None:
+    """A checkout, and an environment as uv makes it for workers: links to files in root's home."""
+    (tree / CHECKOUT[1:] / "examples").mkdir(parents=True)
     cached, venv = tree / "root/.cache/uv/archive", tree / VLLM[1:]
     for name in ("executor/ray_executor.py", "executor/native.so"):
         for folder in (cached, venv):
@@ -77,7 +80,7 @@ def tree(tmp_path_factory):
 def plugin(images, tree):
     """The image of docker/Dockerfile; the tests' environment stands for NeMo-RL's."""
     path = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
-    images.make_base("nemo-rl", path, root_mode=0o700, add=workers_environment)
+    images.make_base("nemo-rl", path, root_mode=0o700, add=nemo_rl)
     images.build(tree / "docker/Dockerfile", "plugin", "nemo-rl", tree, *LABELS)
     return "plugin"
 
@@ -144,6 +147,11 @@ def test_workers_may_rewrite_vllm_as_nemo_rl_does_when_they_start(images, plugin
     assert images.run(plugin, "cat", f"{VLLM}/executor/ray_executor.py") == "patched\n"
     for kept in (f"{VLLM}/executor/native.so", "/opt/nemo_specrl/nemo_specrl/config.py"):
         assert "Permission denied" in images.run(plugin, "touch", kept, code=1)
+
+
+def test_a_recipe_writes_its_results_into_the_working_folder(images, plugin):
+    images.run(plugin, "sh", "-c", f"cd {CHECKOUT} && mkdir -p results/run logs checkpoints")
+    assert "Permission denied" in images.run(plugin, "touch", f"{CHECKOUT}/examples/x", code=1)
 
 
 def test_the_cpu_image_runs_the_command_line(images, cpu):
