@@ -1,9 +1,9 @@
-"""Copies of other packages with one of the patches of ``upstream/`` in them, and what runs there.
+"""A copy of vLLM with patches of ``upstream/`` in it, and what runs there.
 
-A copy consists of links to everything but the files that the patch touches. A process that has it
+The copy consists of links to everything but the files that the patches touch. A process that has it
 first on its PYTHONPATH imports the patched package whole, with the installed one's compiled parts::
 
-    python -m tests.support.upstream graphs     # prints what it has found, as JSON
+    python -m tests.support.upstream MODEL graphs hybrids   # prints what it has found, as JSON
 """
 
 from __future__ import annotations
@@ -44,40 +44,45 @@ def apply(patch: Path, folder: Path, *options: str) -> subprocess.CompletedProce
     )
 
 
-def patched_copy(source: Path, patch: Path, folder: Path) -> Path:
-    """Make a copy of a package in ``folder``, with a patch applied.
+def patched_copy(source: Path, patches: list[Path], folder: Path) -> Path:
+    """Make a copy of a package in ``folder``, with patches applied.
 
     Args:
         source: the folder that has the package.
-        patch: whose files are copied; all others are links.
+        patches: whose files are copied; all others are links.
         folder: an empty one.
     """
-    for file in touched(patch):
+    files = [file for patch in patches for file in touched(patch)]
+    for file in files:
         for part in file.parents:
             (folder / part).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, folder / file)
-    parents = {part for file in touched(patch) for part in file.parents} - {Path(".")}
+    parents = {part for file in files for part in file.parents} - {Path(".")}
     for parent in parents:
         for entry in (source / parent).iterdir():
             if entry.name != "__pycache__" and not (folder / parent / entry.name).exists():
                 (folder / parent / entry.name).symlink_to(entry)
-    done = apply(patch, folder)
-    assert done.returncode == 0, done.stderr
+    for patch in patches:
+        done = apply(patch, folder)
+        assert done.returncode == 0, done.stderr
     return folder
 
 
-def found_by(job: str, *arguments: Any, copy: Path | None = None) -> Any:
-    """What a function of this module finds in a process of its own.
+def found(model: Path, jobs: list[str], copy: Path | None = None) -> Any:
+    """What functions of this module find in a process of their own.
 
     Args:
-        job: its name.
-        arguments: that it gets, as strings.
+        model: folder of a tiny one.
+        jobs: of ``engine``, ``graphs`` and ``hybrids``.
         copy: a folder with a patched package, which is imported instead of the installed one.
+
+    Returns:
+        What each of them returns, by these names.
     """
     paths = [str(copy)] * (copy is not None) + [str(REPOSITORY)]
     paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.upstream", job, *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.upstream", str(model), *jobs],
         cwd=REPOSITORY,
         # Without this package's plug-in, which patches some of it in its own way.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": ""},
@@ -85,9 +90,9 @@ def found_by(job: str, *arguments: Any, copy: Path | None = None) -> Any:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert copy is None or Path(found["package"]).is_relative_to(copy), found["package"]
-    return found
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert copy is None or Path(printed["package"]).is_relative_to(copy), printed["package"]
+    return printed
 
 
 def make_llm(model: str) -> Any:
@@ -111,18 +116,17 @@ def make_llm(model: str) -> Any:
     )
 
 
-def engine(model: str, sample: str = "") -> dict[str, Any]:
+def engine(model: str) -> dict[str, Any]:
     """What an engine on a CPU does near ``max_model_len``, and with temperatures of drafts.
 
     Args:
         model: folder of a tiny one.
-        sample: not empty: have the rejection sampler sample, too.
 
     Returns:
-        ``expanded``, ``rows`` and ``steps``; with ``sample``, ``logits`` and ``counts``.
+        ``expanded``, ``rows``, ``steps``, ``logits`` and ``counts``.
     """
     llm = make_llm(model)
-    return expanded() | near_the_limit(llm) | (sampled() if sample else {})
+    return expanded() | near_the_limit(llm) | sampled()
 
 
 def near_the_limit(llm: Any) -> dict[str, Any]:
@@ -291,7 +295,6 @@ def graphs() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _job, *_arguments = sys.argv[1:]
-    _found = globals()[_job](*_arguments)
-    _package = sys.modules["vllm"]
-    print(json.dumps({**_found, "package": _package.__file__}))
+    _model, *_jobs = sys.argv[1:]
+    _found = {job: engine(_model) if job == "engine" else globals()[job]() for job in _jobs}
+    print(json.dumps({**_found, "package": sys.modules["vllm"].__file__}))

@@ -98,6 +98,7 @@ def test_an_engine_that_hangs_and_one_that_dies(launch, tmp_path):
     assert set(learned) == {"setup", "rollout", "training", "checkpoint", "outside"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_file_system_that_hangs(launch, tmp_path, network_disk):
     """The run's folder hangs in the middle of a step, and is there again for the restart."""

@@ -33,7 +33,7 @@ from tests.support.cluster.nodes import (
 )
 
 pytestmark = pytest.mark.timeout(3600 if LONG else 600)
-CUT_SECONDS = 60 if LONG else 15
+CUT_SECONDS, WATCHED_SECONDS = (60, 10) if LONG else (15, 4)
 
 
 def get(*calls):
@@ -109,7 +109,7 @@ class Cluster:
         get(*(engine.watch.remote() for engine in engines))
         begun = time.time()
         event()
-        time.sleep(10)
+        time.sleep(WATCHED_SECONDS)
         seen = get(*(e.end_watch.remote(n) for e, n in zip(engines, before, strict=True)))
         for number, notes in zip(watching, seen, strict=True):
             seconds = defaultdict(lambda: [0, 0])
