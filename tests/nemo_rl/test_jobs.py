@@ -135,9 +135,7 @@ def test_the_single_controller_logs_saves_resumes_and_keeps_the_jobs_time_limit(
 
     shutil.rmtree(tmp_path / "stores")
     deadline = {MUST_SAVE_AT: str(int(time.time()) + 150)}
-    resumed = Job(
-        tmp_path / "job", 1000, {}, "controller", environment=deadline, **CONTROLLED
-    ).wait()
+    resumed = Job(tmp_path / "job", 1000, {}, "controller", variables=deadline, **CONTROLLED).wait()
     last = max(resumed.train())
     assert "Timeout has been reached" in resumed.log.read_text()
     assert steps < last < 1000 and len(kept_in(resumed, last)) == PROMPTS

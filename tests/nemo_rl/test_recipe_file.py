@@ -1,6 +1,5 @@
 """``nemo-specrl check``: a recipe's file, read by the loader of the checkout in NEMO_RL_HOME."""
 
-import os
 import re
 import runpy
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from nemo_specrl.errors import ConfigError
 from nemo_specrl.nemo_rl.recipe_file import check_file
 from tests.conftest import REPOSITORY
-from tests.support.nemo_rl.jobs import HOME, SITE, marks
+from tests.support.nemo_rl.jobs import HOME, SITE, environment, marks
 
 pytestmark = marks
 RECIPE = "grpo_qwen3_8b_megatron_tp2.yaml"
@@ -82,8 +81,7 @@ def test_a_run_is_refused_before_its_script_begins(tmp_path):
     recipe.write_text("policy: {generation: {spec_rl: {enabled: true, preset: loseless}}}")
     done = subprocess.run(
         [*(sys.executable, "-m", "nemo_specrl", "run", script), *("--config", recipe)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), HOME, str(SITE)])}
-        | {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"},
+        env=environment(NEMO_RL_PY_EXECUTABLES_SYSTEM="1"),
         capture_output=True,
         text=True,
     )  # fmt: skip

@@ -4,19 +4,30 @@ They need an unmodified checkout of NeMo-RL in NEMO_RL_HOME and its environment:
 Each runs on a CPU with two engines. What drafts bring is what NeMo-RL itself logs of vLLM.
 """
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from nemo_specrl import prompt_key
 from nemo_specrl.cache.inspection import open_source
+from tests.conftest import REPOSITORY
 from tests.support.nemo_rl.jobs import (
     ASYNCHRONOUS,
     CONTROLLED,
     GROUP,
+    HOME,
     PROMPTS,
     STEPS_PER_EPOCH,
     TALKING,
     Job,
+    environment,
     lengths_of,
     marks,
 )
@@ -90,3 +101,38 @@ def test_the_single_controllers_engines_draft(tmp_path):
     length = job.acceptance_length()  # this trainer logs none
     print(f"acceptance length: {length:.2f}")
     assert length > DRAFTED
+
+
+UV = """#!/bin/bash
+# `uv run SCRIPT ...` in the tests' environment, and NeMo-RL's training script without a GPU.
+shift
+case $1 in
+    examples/run_grpo.py) exec {python} {job} {out} script "${{@:2}}" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+def test_the_functional_test_of_the_research_project(tmp_path):
+    """As it is in upstream/, from its place in a checkout; of one GPU and its model, the CPU's."""
+    checkout, programs = tmp_path / "RL", tmp_path / "bin"
+    project = checkout / "research" / "history_drafting"
+    shutil.copytree(REPOSITORY / "upstream" / "nemo_rl_research" / "history_drafting", project)
+    (checkout / "tests").mkdir()  # not all of it: NeMo-RL's package has the name of this one
+    for name in ("examples", "tests/json_dump_tb_logs.py", "tests/check_metrics.py"):
+        (checkout / name).symlink_to(Path(HOME).resolve() / name)
+    programs.mkdir()
+    job = REPOSITORY / "tests" / "support" / "nemo_rl" / "job.py"
+    uv = UV.format(python=sys.executable, job=job, out=tmp_path / "job")
+    (programs / "uv").write_text(uv)
+    (programs / "uv").chmod(0o755)
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
+        done = subprocess.run(
+            ["bash", project / "tests" / "functional" / "history_drafting.sh"],
+            env=environment(PATH=f"{programs}:{os.environ['PATH']}", NEMO_SPECRL_TEST_RAY=folder),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    metrics = json.loads((project / "tests/functional/history_drafting/metrics.json").read_text())
+    assert len(metrics["train/vllm/spec_acceptance_length"]) == 4

@@ -354,12 +354,15 @@ def wait_for(condition):
 class Job:
     """A job that has ended, and the folder of its checkout."""
 
-    def __init__(self, cluster, *arguments, ray_sub=RAY_SUB, options=(), mounts="", **changes):
+    def __init__(
+        self, cluster, *arguments, ray_sub=RAY_SUB, training="", options=(), mounts="", **changes
+    ):
         self.cluster = cluster
         self.checkout = make_checkout(
             Path(tempfile.mkdtemp(prefix="checkout-", dir=cluster.folder))
         )
         (self.checkout / "ray.sub").write_text(ray_sub)
+        (self.checkout / "examples" / "run_grpo.py").write_text(training)
         self.cache = cluster.local / "specrl"
         changes = {"SPECRL_CACHE_DIR": str(self.cache), **changes}
         if mounts:
@@ -749,3 +752,47 @@ def test_the_ray_sub_of_nemo_rl(cluster):
     assert call["arguments"][-1] == "exit=7"
     assert call["PYTHONPATH"].startswith(f"{cluster.folder}/plugin:")
     assert "starting Ray worker" in (job.logs / "ray-worker-0.log").read_text()
+
+
+TRAINING = """
+import runpy, sys
+sys.argv = [{job!r}, "job", "script", *sys.argv[1:]]
+runpy.run_path({job!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_that_is_slow_is_named(cluster):
+    """NeMo-RL's own training with two engines, one of which takes twice as long in each step."""
+    if "NEMO_RL_HOME" not in os.environ:
+        pytest.skip("no NeMo-RL here; to run this test: NEMO_RL_HOME=CHECKOUT")
+    from tests.support.nemo_rl.jobs import environment
+
+    recipe, slow = cluster.folder / "recipe.yaml", cluster.folder / "slow"
+    home = Path(os.environ["NEMO_RL_HOME"]).resolve()
+    recipe.write_text(
+        f"defaults: {home}/examples/configs/grpo_math_1B.yaml\n"
+        "policy: {generation: {spec_rl: {enabled: true}}}\n"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
+        job = Job(
+            cluster,
+            *(str(recipe), "grpo.max_num_steps=5", "grpo.val_period=0"),
+            *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4"),
+            *("grpo.val_at_start=false", "policy.train_global_batch_size=8"),
+            *("checkpointing.enabled=false", "logger.wandb_enabled=false"),
+            training=TRAINING.format(job=str(REPOSITORY / "tests/support/nemo_rl/job.py")),
+            options=("--nodes=1",),
+            mounts=f"{recipe.parent}:{recipe.parent}",
+            SPECRL_FOLDER=str(REPOSITORY),
+            SPECRL_MAX_STALLED="0",
+            NEMO_RL_HOME=str(home),
+            NEMO_SPECRL_TEST_RAY=folder,
+            NEMO_SPECRL_TEST_SLOW=str(slow),
+            PYTHONPATH=environment()["PYTHONPATH"],
+        )
+    assert job.logs is not None, job.output
+    log = (job.logs / "ray-driver.log").read_text()
+    assert job.code == 0, job.output + log[-6000:]
+    named = re.findall(r"engine [01] on \S+ took 1.3 times as long as the others in 3 steps", log)
+    assert len(named) == 1, log[-6000:]

@@ -6,9 +6,11 @@ function below replaces one such part, in tests only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 
 from tests.support.nemo_rl.recording import METRICS
 
+SLOW = "NEMO_SPECRL_TEST_SLOW"
+"""If set, a file that does not exist yet: the engine that makes it takes twice as long."""
 WEIGHTS = "NEMO_SPECRL_TEST_WEIGHTS"
 """File through which the policy's weights reach the engines, instead of CUDA's IPC."""
 
@@ -72,6 +76,17 @@ class OnCpu:
 
     def report_device_id(self) -> list[str]:
         return [f"cpu-{os.getpid()}"]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        begun = time.monotonic()
+        output = super().generate(*args, **kwargs)
+        if SLOW in os.environ and not hasattr(self, "_slow"):
+            with contextlib.suppress(FileExistsError):
+                Path(os.environ[SLOW]).touch(exist_ok=False)
+                self._slow = True
+        if getattr(self, "_slow", False):
+            time.sleep(time.monotonic() - begun)
+        return output
 
     def sleep(self) -> bool:
         self.llm.llm_engine.reset_prefix_cache()

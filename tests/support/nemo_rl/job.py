@@ -2,13 +2,15 @@
 
     python -m tests.support.nemo_rl.job OUT grpo|ppo|controller [KEY=VALUE ...]
     python -m nemo_specrl run tests/support/nemo_rl/job.py OUT grpo|ppo|controller [KEY=VALUE ...]
+    python tests/support/nemo_rl/job.py OUT script --config RECIPE [KEY=VALUE ...]
 
 The first is stock NeMo-RL, whose recipe may have the plug-in's block for vLLM; the second has the
 plug-in's part of the driver, too. Parts that need a GPU are replaced: the workers of policy and
 value model (``models.py``), the transport of weights (through a file) and details of the vLLM
 workers (``cpu.py``). The job writes OUT/metrics.jsonl, one line for each call of NeMo-RL's logger,
 and OUT/rows.jsonl, one for each ``generate`` call. The single controller's GRPO is run by NeMo-RL's
-own script (``controller.py``), without OUT/rows.jsonl.
+own script (``script.py``), without OUT/rows.jsonl. The third is NeMo-RL's examples/run_grpo.py with
+a recipe of any model, in place of which the small one is trained.
 
 Ray's files are in the folder that NEMO_SPECRL_TEST_RAY names. If Ray does not start, the job exits
 with os.EX_TEMPFAIL, before it has written anything.
@@ -76,8 +78,9 @@ if INSTALLED:
 else:
     from tests.support.nemo_rl.cpu import StockGeneration as CpuGeneration
 
-MODEL = Path("examples/models/qwen3-arith-small").absolute()
-BLOCK = "grpo" if ALGORITHM == "controller" else ALGORITHM
+MODEL = Path(__file__).parents[3] / "examples/models/qwen3-arith-small"
+SCRIPTS = {"controller": "run_grpo_single_controller.py", "script": "run_grpo.py"}
+BLOCK = "grpo" if ALGORITHM in SCRIPTS else ALGORITHM
 SINGLE_CONTROLLER = "grpo_math_1B_megatron_single_controller"
 RECIPE = SINGLE_CONTROLLER if ALGORITHM == "controller" else f"{ALGORITHM}_math_1B"
 ENGINES = 2
@@ -86,15 +89,24 @@ RAY_STARTS = 8
 OVERRIDES = [
     f"{BLOCK}.num_prompts_per_step=2",
     f"{BLOCK}.num_generations_per_prompt=4",
-    f"{BLOCK}.max_num_epochs=100",
     f"{BLOCK}.val_period=2",
     f"{BLOCK}.val_batch_size=2",
     f"{BLOCK}.max_val_samples=2",
     f"{BLOCK}.val_at_start=true",
     f"{BLOCK}.val_at_end=false",
+    "policy.train_global_batch_size=8",
+    f"cluster.gpus_per_node={ENGINES}",
+    f"checkpointing.checkpoint_dir={OUT}/checkpoints",
+    "checkpointing.save_period=2",
+    "checkpointing.metric_name=null",
+    f"logger.log_dir={OUT}/logs",
+    "logger.wandb_enabled=false",
+    "logger.tensorboard_enabled=false",
+]
+ON_CPU = [
+    f"{BLOCK}.max_num_epochs=100",  # of few prompts
     f"policy.model_name={MODEL}",
     f"policy.tokenizer.name={MODEL}",
-    "policy.train_global_batch_size=8",
     "policy.optimizer.kwargs.lr=3e-5",
     "policy.max_total_sequence_length=192",
     "policy.generation.max_new_tokens=160",
@@ -103,17 +115,11 @@ OVERRIDES = [
     "policy.generation.vllm_cfg.precision=float32",
     "++policy.generation.vllm_cfg.enable_prefix_caching=true",
     "++policy.generation.vllm_cfg.use_tqdm=false",
-    f"cluster.gpus_per_node={ENGINES}",
-    f"checkpointing.checkpoint_dir={OUT}/checkpoints",
-    "checkpointing.save_period=2",
-    "checkpointing.metric_name=null",
-    f"logger.log_dir={OUT}/logs",
-    "logger.wandb_enabled=false",
-    "logger.tensorboard_enabled=false",
     "logger.monitor_gpus=false",
     "loss_fn.reference_policy_kl_penalty=0.0",
     f"++{BLOCK}.skip_reference_policy_logprobs_calculation=true",
 ]
+"""Of the small model, which stands for any recipe's."""
 
 
 class Problems(torch.utils.data.Dataset):
@@ -215,17 +221,20 @@ def main() -> None:
     recipe = str(home / f"examples/configs/{RECIPE}.yaml")
     tokenizer = small_tokenizer()
     torch.manual_seed(1)  # the order of the prompts
-    if ALGORITHM == "controller":
-        from tests.support.nemo_rl.controller import run_script
+    if ALGORITHM in SCRIPTS:
+        from tests.support.nemo_rl.script import run_script
 
         for name in ACTOR_ENVIRONMENT_REGISTRY:  # one environment for all actors
             ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
-        arguments = ["--config", recipe, *OVERRIDES, *sys.argv[3:]]
-        run_script(arguments, tokenizer, start_ray, (Problems, Sums, CpuGeneration))
+        arguments = [*sys.argv[3:], *ON_CPU]
+        if ALGORITHM == "controller":
+            arguments = ["--config", recipe, *OVERRIDES, *ON_CPU, *sys.argv[3:]]
+        classes = (Problems, Sums, CpuGeneration)
+        run_script(SCRIPTS[ALGORITHM], arguments, tokenizer, start_ray, classes)
         return
     register_omegaconf_resolvers()
     config = load_config(recipe)
-    config = parse_hydra_overrides(config, [*OVERRIDES, *sys.argv[3:]])
+    config = parse_hydra_overrides(config, [*OVERRIDES, *ON_CPU, *sys.argv[3:]])
     algorithm = {"grpo": grpo, "ppo": ppo}[ALGORITHM]
     config = algorithm.MasterConfig(**OmegaConf.to_container(config, resolve=True))
     config.policy["generation"] = configure_generation_config(

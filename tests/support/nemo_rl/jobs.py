@@ -63,6 +63,13 @@ IN_RECIPE = "policy.generation.vllm_kwargs.additional_config"
 """Where a recipe of stock NeMo-RL has the plug-in's block."""
 
 
+def environment(**variables):
+    """Variables of a job's process."""
+    # NeMo-RL has a package "tests", too.
+    paths = os.pathsep.join([str(REPOSITORY), HOME, str(SITE)])
+    return os.environ | variables | {"PYTHONPATH": paths}
+
+
 class Job:
     """A run of tests/support/nemo_rl/job.py in its own process group.
 
@@ -74,7 +81,7 @@ class Job:
         plugin: whether ``nemo-specrl run`` starts it; else it is stock NeMo-RL, and its recipe has
             the block where vLLM reads it.
         launcher: what comes between Python and ``-m nemo_specrl run``.
-        environment: further variables.
+        variables: further ones of its environment.
         overrides: further keys of the recipe.
     """
 
@@ -86,7 +93,7 @@ class Job:
         algorithm="grpo",
         plugin=True,
         launcher=(),
-        environment=(),
+        variables=(),
         **overrides,
     ):
         self.out = out
@@ -102,9 +109,7 @@ class Job:
                 if plugin
                 else f"++{IN_RECIPE}={{spec_rl:{{{own}}}}}"
             )
-        # NeMo-RL has a package "tests", too.
-        paths = os.pathsep.join([str(REPOSITORY), HOME, str(SITE)])
-        self._env = os.environ | dict(environment) | {"PYTHONPATH": paths}
+        self._env = environment(**dict(variables))
         self.log, self._launched = out / "log.txt", bool(launcher)
         program = ["-m", "tests.support.nemo_rl.job"]
         if plugin:
