@@ -8,6 +8,7 @@ reuse``, prefixes of earlier responses are verified and kept besides (``reuse.ll
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import time
@@ -108,6 +109,8 @@ def build_engine(recipe: Recipe) -> LLM:
         options["logprobs_mode"] = "processed_logprobs"
     if spec_rl.run_ahead.enabled:
         options["scheduling_policy"] = "priority"
+    # vLLM's start collects garbage a dozen times, each time looking at all that was imported.
+    gc.freeze()
     try:
         return LLM(
             model=str(model_folder(recipe.policy.model_name)),
