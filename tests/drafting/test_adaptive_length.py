@@ -206,6 +206,48 @@ def test_what_was_not_tried_for_long_is_tried_again():
         assert max(np.diff(tries)) <= 2 * DraftLengths.PROBE
 
 
+def test_a_step_that_tries_drafts_looks_for_the_longest():
+    """Whatever the limit was when drafts were last worth it."""
+    lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
+    lengths.costs.costs = np.array([1e-3, 0, 1e-4, 0, 0, 0, 0])
+    lengths._limit = 4
+    for _ in range(DraftLengths.PROBE):
+        lengths.prepare(3, 0)
+    lengths._searched, lengths._rows = 0, 3
+    lengths.prepare(3, 0)
+    assert (lengths.looked_up, lengths.min_probability) == (128, DraftLengths.PROBED)
+    assert lengths.table is lengths._prior and not lengths.searching
+
+
+def test_a_search_is_made_again_when_the_rows_have_changed_by_more_than_a_quarter():
+    """It looks for drafts down to half of the chance at which they ended."""
+    lengths = DraftLengths(PRIOR, FIRST, MAX_TOKENS)
+    lengths.costs.costs = np.array([1e-3, 0, 1e-4, 0, 0, 0, 0])
+    searching = []
+    for rows in (8, 6, 10, 5, 5):
+        lengths.prepare(rows, 1)
+        searching.append(lengths.searching)
+    assert searching == [True, False, False, True, False]
+    for cutoff, least in ((0.3, 0.15), (0.6, FIRST), (0.001, DraftLengths.LEAST)):
+        lengths.cutoff = cutoff
+        lengths.prepare(50 if least == FIRST else 5, 1)
+        lengths.prepare(9, 1)
+        assert lengths.searching and lengths.min_probability == pytest.approx(least)
+
+
+def test_costs_are_fitted_once_for_each_few_steps_and_no_time_counts_for_nothing():
+    costs = StepCosts()
+    for _ in range(StepCosts.FITTED):
+        costs.observe(Step(4, 0, 0, 0), 0.01)
+    known, none = costs.costs, np.zeros(1, int)
+    for _ in range(StepCosts.FITTED - 1):
+        costs.observe(Step(4, 0, 0, 0), 1e-9)  # a clock that stood still
+    assert costs.costs is known
+    costs.observe(Step(4, 0, 0, 0), 1e-9)
+    assert costs.costs is not known
+    assert 0.006 < float(costs.seconds(4, none, none)[0]) < 0.009
+
+
 def test_chances_are_those_of_the_outcomes_and_go_back_to_the_prior():
     chances = AcceptanceChances(PRIOR)
     assert chances.table == pytest.approx(PRIOR)

@@ -1,11 +1,25 @@
 """Plain ``vllm.LLM.generate``: what an engine drafts from, and what it keeps of each request."""
 
+import threading
+import time
+from collections import Counter
+
 import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from nemo_specrl import Finish, Rollout, prompt_key
+from nemo_specrl import Finish, Rollout, RolloutStore, cache, prompt_key
+from nemo_specrl.config import CacheConfig
+from nemo_specrl.engine import resident as resident_module
+from nemo_specrl.engine.resident import (
+    INDEXED_TOKEN_BYTES,
+    PAUSE_SECONDS,
+    _Cache,
+    _Lookup,
+    _Prompt,
+)
 from nemo_specrl.engine.row import row_of
+from tests.engine.conftest import VOCABULARY_HASH
 from tests.support.engines import EOS, PROMPT, params
 from tests.support.lossless import KEY, rollouts
 
@@ -273,3 +287,157 @@ def test_two_refits_without_an_accepted_token_are_warned_about_once(drafting, ca
     batch([[5, 6, 7, 8] * 5] * 8)
     drafting.llm.reset_prefix_cache()
     assert scheduler._refits_without == 0
+
+
+def test_a_turn_that_begins_with_the_response_alone_continues_it(drafting):
+    """Nothing was added by the user."""
+    [made] = drafting.tokens(PROMPT, params(6))
+    [more] = drafting.tokens([[*PROMPT, *made]], params(5))
+    assert [list(r.tokens) for r in drafting.kept(KEY)] == [[*made, *more]]
+
+
+def test_what_workers_may_have_evicted_is_forgotten(drafting):
+    """Their index holds so many tokens; of a prompt that comes back no seed is taken for new."""
+    resident, prompts = drafting.scheduler.resident, [[*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 7]]
+    resident._most_bytes = 30 * INDEXED_TOKEN_BYTES
+    for prompt in prompts:
+        drafting.tokens(prompt, params(20))
+    [(key, last)] = resident._prompts.items()
+    assert key == prompt_key(prompts[-1])
+    assert resident._nbytes == last.nbytes == 20 * INDEXED_TOKEN_BYTES
+    assert last.seeds is None
+    drafting.tokens(prompts, params(20))  # none of them can be forgotten meanwhile
+    assert drafting.counts()["engine_failures"] == 0
+    assert resident._nbytes == sum(prompt.nbytes for prompt in resident._prompts.values())
+
+
+def test_a_request_that_the_engine_refuses_is_forgotten(drafting, monkeypatch):
+    drafting.remember(rollouts([[5, 6, 7, 8] * 5]))
+    requests, resident = [], drafting.scheduler.resident
+    arrive = resident.arrive
+    monkeypatch.setattr(resident, "arrive", lambda r: (requests.append(r), arrive(r)))
+    drafting.tokens(PROMPT, params(5, extra_args={"mine": 1}))
+    [request] = requests
+    assert request.sampling_params.extra_args["mine"] == 1
+    prompt = resident._prompts[KEY]
+    assert prompt.live == {} and len(prompt.known) == 2
+    prompt.known.clear()
+    arrive(request)
+    assert list(prompt.live) == [request.request_id] and len(prompt.known) >= 2
+    resident.leave(request)
+    assert prompt.live == {}
+    assert len(prompt.known) == 1  # its own identity; the history was perhaps not sent
+    resident.leave(request)
+
+
+def test_after_three_late_look_ups_in_a_row_none_is_awaited(drafting):
+    resident, late = drafting.scheduler.resident, _Lookup(KEY, ())
+    resident._deadline = 0.001
+    in_time = _Lookup(KEY, ())
+    in_time.done.set()
+    for lookup in (late, late, in_time, late, late):
+        resident._await(lookup)
+        assert resident._no_wait_until <= time.monotonic()
+    resident._await(late)
+    assert resident._no_wait_until > time.monotonic() + PAUSE_SECONDS / 2
+    assert drafting.counts()["histories_late"] == 5
+    resident._deadline = 600  # which is not waited for
+    resident._await(late)
+
+
+def test_responses_of_unknown_seeds_change_what_derived_seeds_depend_on():
+    prompt = _Prompt()
+    seen = [prompt.others]
+    for identities in ([5], [6], None):
+        prompt.made_by_others(identities)
+        seen.append(prompt.others)
+    assert prompt.seeds is None
+    assert len(set(seen[:3])) == 3 and seen[3] == seen[2]
+
+
+class Held:
+    """A cache behind its threads, which opens when it is told."""
+
+    def __init__(self, folder, monkeypatch, error=None):
+        self.opens, self.folder, self.counts = threading.Event(), folder, Counter()
+        real = cache.open_cache
+
+        def open_cache(*args, **kwargs):
+            assert self.opens.wait(60)
+            if error is not None:
+                raise error
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(cache, "open_cache", open_cache)
+        config = CacheConfig(dir=str(folder), vocabulary=VOCABULARY_HASH)
+        self.cache = _Cache(config, self.counts)
+
+    def put(self, *lengths):
+        for length in lengths:
+            self.cache.put(Rollout(KEY, [5] * length, Finish.LENGTH))
+
+    @property
+    def dropped(self):
+        return self.counts["spec_rl/responses_dropped"]
+
+    def kept(self):
+        with RolloutStore(self.folder, vocabulary=VOCABULARY_HASH) as store:
+            return sorted(len(r) for r in store.get([KEY]).get(KEY, []))
+
+
+def test_only_so_much_waits_for_a_cache_that_is_slow_to_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(resident_module, "WAITING_LOOKUPS", 2)
+    monkeypatch.setattr(resident_module, "WAITING_BYTES", 40)
+    held = Held(tmp_path, monkeypatch)
+    lookups = [held.cache.look_up(KEY, ()) for _ in range(3)]
+    assert [lookup is None for lookup in lookups] == [False, False, True]
+    assert held.counts["spec_rl/histories_refused"] == 1
+    held.put(5, 6, 5)  # 20, 24 and 20 bytes
+    assert held.dropped == 1
+    assert not held.cache.flush(0.1)
+    held.opens.set()
+    assert all(lookup.done.wait(60) for lookup in lookups[:2])
+    assert held.cache.flush(60) and held.counts["spec_rl/responses_kept"] == 2
+    held.put(10)  # there is room again
+    held.cache.close()
+    assert held.kept() == [5, 5, 10] and held.dropped == 1
+    assert held.cache.look_up(KEY, ()) is None
+    held.put(7)
+    assert held.dropped == 2
+    held.cache.close()
+    assert held.kept() == [5, 5, 10]
+
+
+def test_what_waits_for_a_cache_that_cannot_be_opened_is_dropped(tmp_path, monkeypatch, caplog):
+    held = Held(tmp_path, monkeypatch, OSError("no such disk"))
+    lookup = held.cache.look_up(KEY, ())
+    held.put(5, 6)
+    held.opens.set()
+    assert lookup.done.wait(60) and not lookup.found
+    assert held.cache.flush(60) and held.dropped == 2
+    assert held.cache.look_up(KEY, ()) is None
+    held.put(7)
+    assert held.dropped == 3
+    assert caplog.text.count("the rollout cache cannot be opened; nothing is kept") == 1
+    held.cache.close()
+
+
+def test_an_engine_does_not_wait_for_a_writer_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(resident_module, "FLUSH_SECONDS", 0.2)
+    held, begun, goes_on = Held(tmp_path, monkeypatch), threading.Event(), threading.Event()
+    put = RolloutStore.put
+
+    def slow(self, *args):
+        begun.set()
+        assert goes_on.wait(60)
+        return put(self, *args)
+
+    monkeypatch.setattr(RolloutStore, "put", slow)
+    held.opens.set()
+    held.put(5)
+    assert begun.wait(60)
+    held.put(6, 7)
+    held.cache.close()
+    assert held.dropped == 2
+    goes_on.set()
+    assert held.cache.flush(60) and held.counts["spec_rl/responses_kept"] == 1

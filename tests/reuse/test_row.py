@@ -175,6 +175,26 @@ def test_the_first_rejection_cuts_and_its_token_is_drawn_anew(engine):
     assert len({r.params.seed for r in engine.requests if r.params.prompt_logprobs is None}) == 40
 
 
+def test_a_row_without_a_seed_gets_none(engine):
+    made = engine.run(row(draft(encode("12")), params=sampling(9, seed=None)))
+    assert made.verified and made.decoded
+    assert [request.params.seed for request in engine.requests] == [None] * len(engine.requests)
+
+
+@pytest.mark.parametrize("missing", [1, 0, -5])
+def test_routes_are_those_of_all_tokens_but_the_last(engine, missing):
+    """What was in the prefix cache has none; then there are too few, and none are told."""
+    known = len(PROMPT) + 9 - 1
+
+    def spoil(request, output):
+        output.outputs[0].routed_experts = np.arange(known - missing)
+
+    engine.spoil = spoil
+    made = engine.run(row(params=sampling(9, ignore_eos=True)))
+    told = made.completion.routed_experts
+    assert told is None if missing > 0 else told.tolist() == list(range(known))
+
+
 def test_a_draft_accepted_whole_needs_no_decoding(engine):
     tokens = [*encode("12+34"), EOS]
     made = engine.run(row(draft(tokens)))
@@ -311,10 +331,13 @@ def test_a_verification_that_the_engine_aborts_ends_the_row(engine):
     assert completed(made) == ([], "abort", None) and made.rollout is None
 
 
-def test_what_the_engine_spoilt_is_returned_and_not_kept(engine):
+@pytest.mark.parametrize(
+    ("what", "value"), [("logprobs", math.nan), ("logprobs", 0.5), ("token_ids", VOCABULARY)]
+)
+def test_what_the_engine_spoilt_is_returned_and_not_kept(engine, what, value):
     def spoil(request, output):
         if output.prompt_logprobs is None:
-            output.outputs[0].logprobs.logprobs[2] = math.nan
+            getattr(output.outputs[0].logprobs, what)[2] = value
 
     engine.spoil = spoil
     made = engine.run(row(draft(encode("12")), params=sampling(9, ignore_eos=True)))
@@ -368,6 +391,14 @@ def test_noise_is_measured_once_and_told_only_where_it_ends_prefixes(caplog):
     assert len(engine.requests) == 20 + RoundingNoise.ROWS
     assert noise.prefix_tokens == pytest.approx(3 / -math.expm1(-0.05), rel=0.01)
     assert caplog.text.count("rounding alone ends an accepted prefix after about 61.5") == 1
+
+
+@pytest.mark.parametrize(("length", "measured"), [(48, 0), (47, 1)])
+def test_a_response_up_to_the_models_limit_leaves_no_room_for_a_prefill(engine, length, measured):
+    engine.limits = short = limits(max_model_len=48)
+    params = sampling(length - len(PROMPT), ignore_eos=True)
+    engine.run(row(noise=RoundingNoise(1.0, 2), params=params, at=short))
+    assert len(engine.requests) == 1 + measured
 
 
 @pytest.mark.parametrize(
