@@ -175,6 +175,19 @@ def test_the_first_rejection_cuts_and_its_token_is_drawn_anew(engine):
     assert len({r.params.seed for r in engine.requests if r.params.prompt_logprobs is None}) == 40
 
 
+def test_a_verification_computes_no_more_than_it_needs(engine):
+    """Of what was accepted, the continuation computes the part behind the last whole block."""
+    tokens, old = long_draft(300).tokens.tolist(), [SURE] * 40 + [NEVER] * 260
+    params = sampling(320, ignore_eos=True)
+    made = engine.run(row(draft(tokens, old), params=params, lenience=STRICT))
+    first, *_, last = engine.requests
+    assert (first.params.temperature, first.params.max_tokens) == (0.0, 1)
+    assert (first.params.prompt_logprobs, first.params.detokenize) == (0, False)
+    assert made.accepted == 40 and last.params.max_tokens == 320 - 40
+    before = len(PROMPT) + 40
+    assert made.prefilled_again == before - BLOCK * ((before - 1) // BLOCK)
+
+
 def test_a_row_without_a_seed_gets_none(engine):
     made = engine.run(row(draft(encode("12")), params=sampling(9, seed=None)))
     assert made.verified and made.decoded
@@ -332,7 +345,8 @@ def test_a_verification_that_the_engine_aborts_ends_the_row(engine):
 
 
 @pytest.mark.parametrize(
-    ("what", "value"), [("logprobs", math.nan), ("logprobs", 0.5), ("token_ids", VOCABULARY)]
+    ("what", "value"),
+    [("logprobs", math.nan), ("logprobs", 0.5), ("token_ids", VOCABULARY), ("end_indices", 0)],
 )
 def test_what_the_engine_spoilt_is_returned_and_not_kept(engine, what, value):
     def spoil(request, output):
