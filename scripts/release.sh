@@ -44,6 +44,7 @@ fi
 
 rm -rf dist
 "$uv" build --quiet --out-dir dist
+rm -rf nemo_specrl.egg-info # which would say of any copy that starts here that pip has installed it
 if $dry_run; then
     echo "release: built without a tag:"
 else

@@ -45,12 +45,12 @@ def launch(script: Path, arguments: list[str]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    install()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)  # as NeMo-RL's scripts read it
     recipe, overrides = parser.parse_known_args(arguments)
     if recipe.config is not None:
         check_file(recipe.config, overrides)
+    install()
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -7,6 +7,7 @@ a user may also have written it. There the vLLM plug-in reads it, whatever class
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import time
@@ -218,6 +219,10 @@ def check_recipe(
     for path in _keys_like(recipe, "specrl"):
         if path not in (BLOCK, f"policy.generation.{ENGINES}"):
             raise ConfigError(f"{path}: is read by nobody here; write {BLOCK}")
+    beside = f"policy.generation.{ENGINES.removesuffix('.spec_rl')}"
+    for name in ("cache", "draft"):
+        if option(recipe, f"{beside}.{name}") is not None:
+            raise ConfigError(f"{beside}.{name}: is read by nobody here; write {BLOCK}.{name}")
     for path in _keys_like(recipe, "partialrollout"):
         raise ConfigError(
             f"{path}: NeMo-RL's engines await all rows of a batch; leave it out (the embedded "
@@ -227,6 +232,11 @@ def check_recipe(
     spec_rl = read_block(generation)
     if spec_rl is None:
         return None
+    if spec_rl.preset == "reuse" and option(generation, ENGINES) is not None:
+        raise ConfigError(
+            f"policy.generation.{ENGINES}.preset = 'reuse': engines by themselves draft "
+            f"losslessly; write the block as {BLOCK}, which nemo-specrl run reads"
+        )
     refused = _refused(generation, spec_rl)
     if not controller:
         refused |= _refused_when_asynchronous(recipe, generation)
@@ -257,9 +267,10 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
     plugins = environment.get("VLLM_PLUGINS")
     v2 = environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
     ray_folder = environment.get("RAY_TMPDIR", "")
+    place = BLOCK if option(generation, ENGINES) is None else f"policy.generation.{ENGINES}"
     return {
         f"policy.generation.backend = {backend!r}: must be vllm, {off}": backend != "vllm",
-        f"{BLOCK}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
+        f"{place}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
             spec_rl.cache.dir is None
         ),
         f"{BLOCK}.run_ahead.enabled = True: NeMo-RL's engines are not told the next prompts; leave "
@@ -383,12 +394,12 @@ def _named(keys: Mapping[str, Any]) -> str:
 
 
 def _keys_like(block: Any, name: str, above: str = "") -> Iterator[str]:
-    """Yield the paths of all keys of a recipe that are ``name`` but for case, ``_`` and ``-``."""
+    """Yield the paths of all keys of a recipe that are ``name``, but for a slip."""
     if isinstance(block, Mapping | BaseModel):
         for key, value in block.items() if isinstance(block, Mapping) else block:
             path = f"{above}{key}"
             plain = str(key).lower().replace("_", "").replace("-", "")
-            if value is not None and plain.removesuffix("s") == name:
+            if value is not None and difflib.get_close_matches(plain, [name], cutoff=0.9):
                 yield path
             else:
                 yield from _keys_like(value, name, f"{path}.")

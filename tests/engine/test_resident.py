@@ -11,13 +11,7 @@ from vllm import SamplingParams
 from nemo_specrl import Finish, Rollout, RolloutStore, cache, prompt_key
 from nemo_specrl.config import CacheConfig
 from nemo_specrl.engine import resident as resident_module
-from nemo_specrl.engine.resident import (
-    INDEXED_TOKEN_BYTES,
-    PAUSE_SECONDS,
-    _Cache,
-    _Lookup,
-    _Prompt,
-)
+from nemo_specrl.engine.resident import _Cache, _Lookup, _Prompt
 from nemo_specrl.engine.row import row_of
 from tests.engine.conftest import VOCABULARY_HASH
 from tests.support.engines import EOS, PROMPT, params
@@ -299,12 +293,12 @@ def test_a_turn_that_begins_with_the_response_alone_continues_it(drafting):
 def test_what_workers_may_have_evicted_is_forgotten(drafting):
     """Their index holds so many tokens; of a prompt that comes back no seed is taken for new."""
     resident, prompts = drafting.scheduler.resident, [[*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 7]]
-    resident._most_bytes = 30 * INDEXED_TOKEN_BYTES
+    resident._most_bytes = 30 * resident_module.INDEXED_TOKEN_BYTES
     for prompt in prompts:
         drafting.tokens(prompt, params(20))
     [(key, last)] = resident._prompts.items()
     assert key == prompt_key(prompts[-1])
-    assert resident._nbytes == last.nbytes == 20 * INDEXED_TOKEN_BYTES
+    assert resident._nbytes == last.nbytes == 20 * resident_module.INDEXED_TOKEN_BYTES
     assert last.seeds is None
     drafting.tokens(prompts, params(20))  # none of them can be forgotten meanwhile
     assert drafting.counts()["engine_failures"] == 0
@@ -339,7 +333,7 @@ def test_after_three_late_look_ups_in_a_row_none_is_awaited(drafting):
         resident._await(lookup)
         assert resident._no_wait_until <= time.monotonic()
     resident._await(late)
-    assert resident._no_wait_until > time.monotonic() + PAUSE_SECONDS / 2
+    assert resident._no_wait_until > time.monotonic() + resident_module.PAUSE_SECONDS / 2
     assert drafting.counts()["histories_late"] == 5
     resident._deadline = 600  # which is not waited for
     resident._await(late)
@@ -398,7 +392,12 @@ def test_only_so_much_waits_for_a_cache_that_is_slow_to_open(tmp_path, monkeypat
     held.opens.set()
     assert all(lookup.done.wait(60) for lookup in lookups[:2])
     assert held.cache.flush(60) and held.counts["spec_rl/responses_kept"] == 2
-    held.put(10)  # there is room again
+    assert held.cache._flushing == 0
+    held.put(10)  # there is room again, and the writer comes by itself
+    deadline = time.monotonic() + 60
+    while held.counts["spec_rl/responses_kept"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     held.cache.close()
     assert held.kept() == [5, 5, 10] and held.dropped == 1
     assert held.cache.look_up(KEY, ()) is None

@@ -52,12 +52,19 @@ RECIPES = [
     ({BLOCK: True}, f"{BLOCK}: must be a mapping"),
     ({ENGINES: True}, f"{ENGINES}: must be a mapping"),
     (ON | {ENGINES: {}}, "are the same block"),
+    ({ENGINES: {}}, f"{ENGINES}.cache.dir: must name a folder"),
+    ({f"{ENGINES}.preset": "reuse"}, f"write the block as {BLOCK}, which nemo-specrl run reads"),
+    (
+        {f"{KWARGS}.additional_config.cache.dir": "/raid/specrl"},
+        f"additional_config.cache: is read by nobody here; write {BLOCK}.cache",
+    ),
     *(
         ({f"{place}.enabled": True}, f"{place}: is read by nobody here; write {BLOCK}")
         for place in (
             *("spec_rl", "policy.spec_rl", "grpo.spec_rl", "env.spec_rl", "cluster.spec_rl"),
             *(f"{CFG}.spec_rl", f"{KWARGS}.spec_rl", "generation.spec_rl", "policy.specrl"),
             *(f"{GENERATION}.spec-rl", f"{GENERATION}.specRL", f"{GENERATION}.SPEC_RL"),
+            *(f"{ENGINES}l", f"{GENERATION}.spec_r", f"{GENERATION}.pec_rl"),
             *(f"{GENERATION}.additional_config.spec_rl", f"{CFG}.additional_config.spec_rl"),
         )
     ),
