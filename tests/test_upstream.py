@@ -21,6 +21,7 @@ from tests.support.upstream import (
     patched_copy,
 )
 
+pytestmark = pytest.mark.timeout(400)  # so that it begins early: see tests/conftest.py
 VLLM = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]).parent
 FALSE_ALARMS = 1e-6
 """Chance that a right sampler fails a test, by temperature."""

@@ -15,6 +15,7 @@ from tests.reuse.conftest import SMALL_KV
 from tests.reuse.support import DictCache, block, sampling
 from tests.reuse.test_base import collect
 
+pytestmark = pytest.mark.timeout(400)  # so that it begins early: see tests/conftest.py
 BLOCK, PROMPT_TOKENS, TOKENS, GROUP, PROMPTS = 32, 16, 160, 4, 64
 
 
