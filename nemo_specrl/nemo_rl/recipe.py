@@ -51,6 +51,7 @@ PLUGIN = "nemo_specrl"
 """Name of the entry point in ``vllm.general_plugins``."""
 ENGINES = "vllm_kwargs.additional_config.spec_rl"
 """Where the engines read the block, below the generation block."""
+IN_ENGINES = f"policy.generation.{ENGINES}"
 DRAFTER = "vllm_kwargs.speculative_config"
 """Where a recipe has a drafter of its own, likewise."""
 WITHOUT_DRAFTS = (
@@ -217,9 +218,9 @@ def check_recipe(
         ConfigError: names the key, its value and what to set.
     """
     for path in _keys_like(recipe, "specrl"):
-        if path not in (BLOCK, f"policy.generation.{ENGINES}"):
+        if path not in (BLOCK, IN_ENGINES):
             raise ConfigError(f"{path}: is read by nobody here; write {BLOCK}")
-    beside = f"policy.generation.{ENGINES.removesuffix('.spec_rl')}"
+    beside = IN_ENGINES.removesuffix(".spec_rl")
     for name in ("cache", "draft"):
         if option(recipe, f"{beside}.{name}") is not None:
             raise ConfigError(f"{beside}.{name}: is read by nobody here; write {BLOCK}.{name}")
@@ -234,7 +235,7 @@ def check_recipe(
         return None
     if spec_rl.preset == "reuse" and option(generation, ENGINES) is not None:
         raise ConfigError(
-            f"policy.generation.{ENGINES}.preset = 'reuse': engines by themselves draft "
+            f"{IN_ENGINES}.preset = 'reuse': engines by themselves draft "
             f"losslessly; write the block as {BLOCK}, which nemo-specrl run reads"
         )
     refused = _refused(generation, spec_rl)
@@ -267,7 +268,7 @@ def _refused(generation: Any, spec_rl: SpecRLConfig) -> dict[str, bool]:
     plugins = environment.get("VLLM_PLUGINS")
     v2 = environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
     ray_folder = environment.get("RAY_TMPDIR", "")
-    place = BLOCK if option(generation, ENGINES) is None else f"policy.generation.{ENGINES}"
+    place = BLOCK if option(generation, ENGINES) is None else IN_ENGINES
     return {
         f"policy.generation.backend = {backend!r}: must be vllm, {off}": backend != "vllm",
         f"{place}.cache.dir: must name a folder on each node's own disk, such as /raid/specrl": (
