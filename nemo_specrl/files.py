@@ -91,8 +91,9 @@ def sync(path: Path) -> None:
             logger.warning(
                 "the file system of %s does not flush folders (fsync: %s): a loss of power may "
                 "undo the last renames there; a crash of the process does not",
-                path, error.strerror,
-            )  # fmt: skip
+                path,
+                error.strerror,
+            )
     finally:
         os.close(descriptor)
 

@@ -150,8 +150,11 @@ def imported(path: Path, package: str) -> set[str]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node not in later and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            found |= {n.removeprefix(package + ".").split(".")[0] for n in names
-                      if n.startswith(package + ".")}  # fmt: skip
+            found |= {
+                n.removeprefix(package + ".").split(".")[0]
+                for n in names
+                if n.startswith(package + ".")
+            }
     return found
 
 

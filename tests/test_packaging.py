@@ -19,10 +19,13 @@ UV = Path(sys.executable).with_name("uv")
 # Neither the tree under test nor an editable install of it may answer in place of the wheel.
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 GIT = {
-    **{f"GIT_{who}_{what}": "test@example.com" for who in ("AUTHOR", "COMMITTER")
-       for what in ("NAME", "EMAIL")},
+    **{
+        f"GIT_{who}_{what}": "test@example.com"
+        for who in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    },
     "GIT_CONFIG_GLOBAL": os.devnull,
-}  # fmt: skip
+}
 
 
 def run(*command, cwd, code=0):
@@ -126,8 +129,11 @@ def test_a_wheel_without_a_c_compiler_lacks_the_compiled_part_alone(clone, tmp_p
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     subprocess.run(
         [*command, "--no-build-isolation", "--wheel-dir", tmp_path, "."],
-        cwd=clone, env=environment, check=True, capture_output=True,
-    )  # fmt: skip
+        cwd=clone,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     [wheel] = tmp_path.glob("*.whl")
     files = {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
     assert {"plugin.py", "speculator.py", "py.typed"} <= files

@@ -130,7 +130,7 @@ def of_metrics(folder):
     "make",
     [of_a_store, of_a_snapshot, of_an_export, by_the_command_line, of_metrics],
     ids=lambda make: make.__name__,
-)  # fmt: skip
+)
 def test_the_files_of_the_cache_and_of_a_run(make, tmp_path, attacks):
     folder = tmp_path / "folder"
     read = make(folder)
@@ -200,8 +200,10 @@ def test_code_in_the_folder_of_a_model(tmp_path, attacks):
     """For those who allow it, transformers runs Python that lies in a model's folder."""
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config",
-                                                "AutoModelForCausalLM": "own.Model"}}  # fmt: skip
+    config = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'mark')!r})")
     save_file({"w": torch.zeros(1)}, folder / "model.safetensors")

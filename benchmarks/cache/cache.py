@@ -103,10 +103,12 @@ def look_up(folder: Path, processes: int, prompts: int) -> tuple[float, float]:
     running = [
         subprocess.Popen(
             [sys.executable, "-c", LOOKUPS, folder, str(i), str(processes), str(prompts)],
-            stdin=pipe, stdout=pipe, text=True,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
         )
         for i in range(processes)
-    ]  # fmt: skip
+    ]
     for process in running:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     started = time.perf_counter()

@@ -26,14 +26,26 @@ KERNELS = ("append", "learn", "search", "update", "vote")
 CAPABILITIES = (90, 100)
 _INT32, _INT64, _FLOAT = "*i32", "*i64", "*fp32"
 _OTHER = {
-    "places": _INT64, "drafts": _INT64, "last_sampled": _INT64, "confidences": _FLOAT,
-    "chances": _FLOAT, "prior": _FLOAT,
-}  # fmt: skip
+    "places": _INT64,
+    "drafts": _INT64,
+    "last_sampled": _INT64,
+    "confidences": _FLOAT,
+    "chances": _FLOAT,
+    "prior": _FLOAT,
+}
 """Arrays that are not int32."""
 _NUMBERS = {
-    "num_pages", "num_values", "num_corpus", "token_stride", "pages_of_row", "table_stride",
-    "length", "draft_stride", "source_stride", "num_cells",
-}  # fmt: skip
+    "num_pages",
+    "num_values",
+    "num_corpus",
+    "token_stride",
+    "pages_of_row",
+    "table_stride",
+    "length",
+    "draft_stride",
+    "source_stride",
+    "num_cells",
+}
 
 
 class CompiledKernel(NamedTuple):

@@ -96,17 +96,25 @@ def decode(key: bytes, record: bytes) -> Rollout:
         logprobs = np.frombuffer(record, "<u2", n, at) * np.float32(-STEP)
         logprobs += np.float32(0)  # 0 rather than -0
     return _unchecked(  # it was checked before it was encoded
-        key=key, tokens=tokens, finish=_FINISHES[finish], policy_version=policy_version,
-        logprobs=logprobs, identity=identity,
-    )  # fmt: skip
+        key=key,
+        tokens=tokens,
+        finish=_FINISHES[finish],
+        policy_version=policy_version,
+        logprobs=logprobs,
+        identity=identity,
+    )
 
 
 def without_tokens(key: bytes, identity: int) -> Rollout:
     """Return a response of which no more is wanted than that there is one."""
     return _unchecked(
-        key=key, tokens=_NO_TOKENS, finish=Finish.PARTIAL, policy_version=0, logprobs=None,
+        key=key,
+        tokens=_NO_TOKENS,
+        finish=Finish.PARTIAL,
+        policy_version=0,
+        logprobs=None,
         identity=identity,
-    )  # fmt: skip
+    )
 
 
 def _unchecked(**fields: Any) -> Rollout:

@@ -137,8 +137,10 @@ class LocalCache:
                 self._logged = True
                 logger.warning(
                     "rollout cache: %s; rows are decoded without drafts. Further failures are "
-                    "counted in %s", in_one_line(error), metric.CACHE_ERRORS,
-                )  # fmt: skip
+                    "counted in %s",
+                    in_one_line(error),
+                    metric.CACHE_ERRORS,
+                )
         return otherwise
 
     def stats(self) -> dict[str, float]:

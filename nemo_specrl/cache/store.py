@@ -434,11 +434,18 @@ class RolloutStore:
             cursor.executemany(
                 "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (start + step * i, r.key, r.identity, r.policy_version,
-                     r.logprobs is not None, len(record), record)
+                    (
+                        start + step * i,
+                        r.key,
+                        r.identity,
+                        r.policy_version,
+                        r.logprobs is not None,
+                        len(record),
+                        record,
+                    )
                     for i, (r, record) in enumerate(added, 1)
                 ],
-            )  # fmt: skip
+            )
             responses += len(added)
             keys = dict.fromkeys(rollout.key for rollout, _ in added)
             cursor.executemany(

@@ -37,14 +37,20 @@ _BASE = ("numpy", "omegaconf", "pydantic", "pyyaml", "rich", "safetensors", "typ
 # Package, purpose, how to get it. Each is needed for some jobs only.
 _OPTIONAL = (
     ("transformers", "tokenizers and models of the embedded trainer", _CPU_SETUP),
-    ("megatron-core", "Megatron policies, in the embedded trainer and in NeMo-RL",
-     "pip install megatron-core, or work in NeMo-RL's container, which has it"),
+    (
+        "megatron-core",
+        "Megatron policies, in the embedded trainer and in NeMo-RL",
+        "pip install megatron-core, or work in NeMo-RL's container, which has it",
+    ),
     ("ray", "Megatron policies, the cache of a cluster, NeMo-RL", "pip install ray"),
-    ("nvidia-resiliency-ext", "restarts of a run that hangs, by its ft_launcher",
-     "pip install nvidia-resiliency-ext; PyPI has it for Python 3.10 to 3.12"),
+    (
+        "nvidia-resiliency-ext",
+        "restarts of a run that hangs, by its ft_launcher",
+        "pip install nvidia-resiliency-ext; PyPI has it for Python 3.10 to 3.12",
+    ),
     ("matplotlib", "pictures of report and compare", "pip install matplotlib"),
     ("tensorboard", "metrics in TensorBoard", "pip install tensorboard"),
-)  # fmt: skip
+)
 _PLACES = (
     ("disk here", Path("."), "free some, or go to another folder"),
     ("shared memory", Path("/dev/shm"), "Ray and vLLM pass data there; in Docker: --shm-size=8g"),
@@ -118,25 +124,31 @@ def print_findings(findings: Sequence[Finding], console: Console) -> int:
     return 1 if missing else 0
 
 
+def _missing(name: str, detail: str, advice: str) -> Finding:
+    return Finding(name, "missing", detail, advice)
+
+
+def _warning(name: str, detail: str, advice: str) -> Finding:
+    return Finding(name, "warning", detail, advice)
+
+
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     oldest, newest = (".".join(map(str, v)) for v in (OLDEST_PYTHON, NEWEST_PYTHON))
     if OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         return Finding("Python", "ok", version)
-    return Finding(
-        "Python", "missing", f"{version}; {oldest} to {newest} is needed",
+    return _missing(
+        "Python",
+        f"{version}; {oldest} to {newest} is needed",
         f"make a virtual environment with Python {oldest} to {newest}",
-    )  # fmt: skip
+    )
 
 
 def _base_packages() -> Finding:
     versions = {name: _version(name) for name in _BASE}
     absent = [name for name, version in versions.items() if version is None]
     if absent:
-        return Finding(
-            "base packages", "missing", f"not installed: {', '.join(absent)}",
-            _REINSTALL,
-        )  # fmt: skip
+        return _missing("base packages", f"not installed: {', '.join(absent)}", _REINSTALL)
     return Finding("base packages", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
 
 
@@ -144,10 +156,11 @@ def _sqlite() -> Finding:
     try:
         import sqlite3
     except ImportError as error:
-        return Finding(
-            "sqlite3", "missing", f"{error}; the rollout cache is kept in it",
+        return _missing(
+            "sqlite3",
+            f"{error}; the rollout cache is kept in it",
             "use a Python that was built with SQLite",
-        )  # fmt: skip
+        )
     return Finding("sqlite3", "ok", sqlite3.sqlite_version)
 
 
@@ -156,26 +169,30 @@ def _vllm(torch_build: str) -> Finding:
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
     known = ", ".join(VERSIONS_RUN)
     if not found:
-        return Finding(
-            "vLLM", "warning", "not installed; needed for rollouts",
+        return _warning(
+            "vLLM",
+            "not installed; needed for rollouts",
             f"{_CPU_SETUP}; with a GPU: vllm {known} beside a CUDA build of torch",
-        )  # fmt: skip
+        )
     if len(found) > 1:
-        return Finding(
-            "vLLM", "warning", f"{detail}: one overwrites files of the other",
+        return _warning(
+            "vLLM",
+            f"{detail}: one overwrites files of the other",
             "pip uninstall both, then install the one that you want",
-        )  # fmt: skip
+        )
     name, version = next(iter(found.items()))
     if version.partition("+")[0] not in VERSIONS_RUN:
-        return Finding(
-            "vLLM", "warning", f"{detail} is not one that this release was run on: {known}",
+        return _warning(
+            "vLLM",
+            f"{detail} is not one that this release was run on: {known}",
             f"pip install {name}=={VERSIONS_RUN[-1]}; with another, rows may decode without drafts",
-        )  # fmt: skip
+        )
     if name == "vllm" and torch_build == "cpu" and "+cpu" not in version:
-        return Finding(
-            "vLLM", "warning", f"{detail} is a GPU build, beside a CPU build of torch",
+        return _warning(
+            "vLLM",
+            f"{detail} is a GPU build, beside a CPU build of torch",
             f"without a GPU: {_CPU_SETUP}",
-        )  # fmt: skip
+        )
     return Finding("vLLM", "ok", detail)
 
 
@@ -183,19 +200,17 @@ def _plugin() -> Finding:
     """Check that vLLM would find this package, and may load it."""
     name, found = "plug-in", metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == PLUGIN for point in found):
-        return Finding(
-            name, "warning", "vLLM would not find this package, which is not installed here",
+        return _warning(
+            name,
+            "vLLM would not find this package, which is not installed here",
             f"{_REINSTALL}; with --target, put the folder on PYTHONPATH",
-        )  # fmt: skip
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "nemo_specrl" not in allowed.split(","):
-        return Finding(
-            name,
-            "warning",
-            f"VLLM_PLUGINS={allowed!r} leaves it out",
-            "add nemo_specrl, or unset it",
+        return _warning(
+            name, f"VLLM_PLUGINS={allowed!r} leaves it out", "add nemo_specrl, or unset it"
         )
-    return Finding(name, "ok", "vLLM loads it by itself")
+    return Finding(name, "ok", f"vLLM loads it by itself, from {Path(__file__).parents[1]}")
 
 
 def _drafting(on_cpu: bool) -> Finding:
@@ -205,17 +220,19 @@ def _drafting(on_cpu: bool) -> Finding:
     if v2:
         return Finding(name, "ok", "in vLLM's V2 model runner, on the device")
     if not on_cpu:
-        return Finding(
-            name, "warning", f"VLLM_USE_V2_MODEL_RUNNER={wanted} forbids vLLM's V2 model runner",
+        return _warning(
+            name,
+            f"VLLM_USE_V2_MODEL_RUNNER={wanted} forbids vLLM's V2 model runner",
             "unset it: on GPUs, engines draft in V2 alone",
-        )  # fmt: skip
+        )
     try:  # nothing else tells whether it was built for this machine
         from nemo_specrl.drafting import _suffix
     except ImportError as error:
-        return Finding(
-            name, "warning", f"the compiled part, which a CPU needs, cannot be loaded ({error})",
+        return _warning(
+            name,
+            f"the compiled part, which a CPU needs, cannot be loaded ({error})",
             f"{_REINSTALL}, on a machine like this one and with a C compiler",
-        )  # fmt: skip
+        )
     found = Path(_suffix.__file__).name
     return Finding(name, "ok", f"in vLLM's V1 model runner, on the CPU, by {found}")
 
@@ -223,8 +240,8 @@ def _drafting(on_cpu: bool) -> Finding:
 def _torch(build: str, gpus: list[str]) -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding(
-            "torch", "warning", "not installed; needed by vLLM and the embedded trainer", _CPU_SETUP
+        return _warning(
+            "torch", "not installed; needed by vLLM and the embedded trainer", _CPU_SETUP
         )
     seen = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} seen" if gpus else "no GPU seen"
     if gpus:
@@ -233,13 +250,14 @@ def _torch(build: str, gpus: list[str]) -> Finding:
         seen += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
     detail = f"{version}, {build or 'unknown'} build, {seen}"
     if build == "cpu" and gpus:
-        return Finding("torch", "warning", detail, "to use the GPU: install a CUDA build of torch")
+        return _warning("torch", detail, "to use the GPU: install a CUDA build of torch")
     if build.startswith("cu") and not gpus:
-        return Finding(
-            "torch", "warning", detail,
+        return _warning(
+            "torch",
+            detail,
             "as it should be on a login node; else look at the driver, and ask Slurm or Docker "
             "for GPUs",
-        )  # fmt: skip
+        )
     return Finding("torch", "ok", detail)
 
 
@@ -250,11 +268,11 @@ def _torch_companions(torch_build: str) -> Iterator[Finding]:
         if version is None:
             continue
         if torch_build == "cpu" and build.startswith("cu"):
-            yield Finding(
-                name, "warning",
+            yield _warning(
+                name,
                 f"{version} is a CUDA build, beside a CPU build of torch: transformers fails on it",
                 f"pip uninstall {name}",
-            )  # fmt: skip
+            )
         else:
             yield Finding(name, "ok", f"{version}, {build or 'unknown'} build; not needed")
 
@@ -262,7 +280,7 @@ def _torch_companions(torch_build: str) -> Iterator[Finding]:
 def _optional(name: str, purpose: str, advice: str) -> Finding:
     version = _version(name)
     if version is None:
-        return Finding(name, "warning", f"not installed; for {purpose}", advice)
+        return _warning(name, f"not installed; for {purpose}", advice)
     return Finding(name, "ok", f"{version}; for {purpose}")
 
 
@@ -276,15 +294,15 @@ def _nemo_rl() -> Finding:
         package = Path(spec.origin).parent if spec and spec.origin else None
         where = str(package)
     if package is None:
-        return Finding(
-            "NeMo-RL", "warning", "not found; for nemo-specrl run, on a cluster",
+        return _warning(
+            "NeMo-RL",
+            "not found; for nemo-specrl run, on a cluster",
             "set NEMO_RL_HOME to a checkout of NVIDIA-NeMo/RL, or work in its container",
-        )  # fmt: skip
+        )
     if not package.is_dir():
-        return Finding(
-            "NeMo-RL", "warning", f"{where} holds no nemo_rl/",
-            "set NEMO_RL_HOME to the root of a checkout",
-        )  # fmt: skip
+        return _warning(
+            "NeMo-RL", f"{where} holds no nemo_rl/", "set NEMO_RL_HOME to the root of a checkout"
+        )
     return Finding("NeMo-RL", "ok", f"{_nemo_rl_version(package)} ({where})")
 
 
@@ -301,10 +319,10 @@ def _free_space(name: str, folder: Path, advice: str) -> Finding:
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
-        return Finding(name, "warning", f"cannot be looked at ({error.strerror})", advice)
+        return _warning(name, f"cannot be looked at ({error.strerror})", advice)
     detail = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
     if usage.free < GIB:
-        return Finding(name, "warning", f"{detail}; less than 1 GiB", advice)
+        return _warning(name, f"{detail}; less than 1 GiB", advice)
     return Finding(name, "ok", detail)
 
 
@@ -347,7 +365,7 @@ def _environment(on_cpu: bool) -> list[Finding]:
     if not harms:
         return [Finding("environment", "ok", f"no variable that hurts; {cores} cores")]
     advice = "unset it; the package sets what fits"
-    return [Finding(name, "warning", harm, advice) for name, harm in harms.items()]
+    return [_warning(name, harm, advice) for name, harm in harms.items()]
 
 
 def _gpus() -> list[str]:

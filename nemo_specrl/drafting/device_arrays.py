@@ -214,10 +214,22 @@ class DeviceArrays:
         length = min(length, self.length)
         if searching:
             kernels.append[(n,)](
-                self.pool, self.rows, self.row_pages, self._contexts, batch_rows, all_tokens,
-                total_lengths, self.drafted, self.cells, self.outcomes, all_tokens.stride(0),
-                self.pages_of_row, self.length, self.max_rows * self.length, self.learning,
-            )  # fmt: skip
+                self.pool,
+                self.rows,
+                self.row_pages,
+                self._contexts,
+                batch_rows,
+                all_tokens,
+                total_lengths,
+                self.drafted,
+                self.cells,
+                self.outcomes,
+                all_tokens.stride(0),
+                self.pages_of_row,
+                self.length,
+                self.max_rows * self.length,
+                self.learning,
+            )
             self.launches += 1
         if searching and self.learning:
             kernels.learn[(1,)](self.outcomes, self._prior, self.chances, len(self._prior))
@@ -227,15 +239,41 @@ class DeviceArrays:
         offers = torch.empty(n * listed * OFFERED, dtype=torch.int32, device=self.device)
         if searching:
             kernels.search[(n, -(-listed // self.tile))](
-                self.pool, self.links, self.table, self.corpus, self.rows, self._contexts, offers,
-                batch_rows, self.table.stride(0), pages, corpus, self.tile,
-            )  # fmt: skip
+                self.pool,
+                self.links,
+                self.table,
+                self.corpus,
+                self.rows,
+                self._contexts,
+                offers,
+                batch_rows,
+                self.table.stride(0),
+                pages,
+                corpus,
+                self.tile,
+            )
             self.launches += 1
         kernels.vote[(n,)](
-            self.pool, self.links, self.table, self.corpus, self.rows, offers, self.drafts,
-            self.confidences, batch_rows, last_sampled, self.chances, self.drafted, self.cells,
-            self.table.stride(0), pages, corpus, length, self.length, self.learning > 0,
-        )  # fmt: skip
+            self.pool,
+            self.links,
+            self.table,
+            self.corpus,
+            self.rows,
+            offers,
+            self.drafts,
+            self.confidences,
+            batch_rows,
+            last_sampled,
+            self.chances,
+            self.drafted,
+            self.cells,
+            self.table.stride(0),
+            pages,
+            corpus,
+            length,
+            self.length,
+            self.learning > 0,
+        )
         self.launches += 1
         return self.drafts[:n]
 

@@ -68,9 +68,22 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @triton.jit
 def append(
-    pool, rows, row_pages, contexts, batch_rows, all_tokens, total_lengths, drafted, cells,
-    outcomes, token_stride, pages_of_row, draft_stride, source_stride, LEARNING: tl.constexpr,
-):  # fmt: skip
+    pool,
+    rows,
+    row_pages,
+    contexts,
+    batch_rows,
+    all_tokens,
+    total_lengths,
+    drafted,
+    cells,
+    outcomes,
+    token_stride,
+    pages_of_row,
+    draft_stride,
+    source_stride,
+    LEARNING: tl.constexpr,
+):
     """Append the tokens that a step yielded to their responses, and note each row's last ones.
 
     A response ends with its first stop token, or at its maximum length. What a step yields after
@@ -126,9 +139,19 @@ def append(
 
 @triton.jit(do_not_specialize=CHANGING)
 def search(
-    pool, links, table, corpus, rows, contexts, offers, batch_rows, table_stride, num_pages,
-    num_corpus, TILE: tl.constexpr,
-):  # fmt: skip
+    pool,
+    links,
+    table,
+    corpus,
+    rows,
+    contexts,
+    offers,
+    batch_rows,
+    table_stride,
+    num_pages,
+    num_corpus,
+    TILE: tl.constexpr,
+):
     """Find the best positions of each page of a row's prompt, and of the corpus.
 
     Grid: rows of the batch, and ``num_pages`` (of the longest list) + ``num_corpus``, divided by
@@ -230,10 +253,26 @@ def cell_of(most, total, match, votes):
 
 @triton.jit(do_not_specialize=CHANGING)
 def vote(
-    pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last_sampled,
-    chances, drafted, cells, table_stride, num_pages, num_corpus, length, draft_stride,
+    pool,
+    links,
+    table,
+    corpus,
+    rows,
+    offers,
+    drafts,
+    confidences,
+    batch_rows,
+    last_sampled,
+    chances,
+    drafted,
+    cells,
+    table_stride,
+    num_pages,
+    num_corpus,
+    length,
+    draft_stride,
     LEARNING: tl.constexpr,
-):  # fmt: skip
+):
     """Draft ``length`` tokens for each row. Grid: one program per row of the batch.
 
     If ``LEARNING``, tokens and cells are also kept by row.

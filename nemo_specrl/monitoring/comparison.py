@@ -116,9 +116,9 @@ def verdict(compare: dict[str, Any]) -> str:
     gaps = {s: 100 * (speculative[s].mean - plain[s].mean) for s in common}
     last = common[-1]
     lower = [s for s in common if gaps[s] < -1e-9]
-    ending = "equal" if abs(gaps[last]) < 0.05 else (
-        f"{abs(gaps[last]):.1f} points {'LOWER' if gaps[last] < 0 else 'higher'}"
-    )  # fmt: skip
+    ending = f"{abs(gaps[last]):.1f} points {'LOWER' if gaps[last] < 0 else 'higher'}"
+    if abs(gaps[last]) < 0.05:
+        ending = "equal"
     words = (
         f"Held-out accuracy at step {last}: plain {_percent(plain[last].mean)}, "
         f"speculative {_percent(speculative[last].mean)} ({ending}). "
@@ -226,9 +226,9 @@ def _total(values: Iterable[float | None]) -> float:
 
 
 def _last_epoch_mean(side: dict[str, list[Any]], name: str) -> float | None:
-    last = side[metric.EPOCH][-1]
-    values = [v for v, epoch in zip(side[name], side[metric.EPOCH], strict=True)
-              if epoch == last and v is not None]  # fmt: skip
+    epochs = side[metric.EPOCH]
+    by_epoch = zip(epochs, side[name], strict=True)
+    values = [v for epoch, v in by_epoch if epoch == epochs[-1] and v is not None]
     return math.fsum(values) / len(values) if values else None
 
 

@@ -164,10 +164,10 @@ def _draw_ratio(figure: Figure, x: float, ratio: float | None, caption: str) -> 
 def _draw_rollout_seconds(ax: Axes, compare: dict[str, Any]) -> None:
     plain, speculative = compare["plain"], compare["speculative"]
     edges = [i + 0.5 for i in range(len(plain[metric.ROLLOUT_S]) + 1)]
-    ax.stairs(speculative[metric.ROLLOUT_S], edges, fill=True, color=ORANGE, alpha=0.55,
-              label="speculative")  # fmt: skip
-    ax.stairs(plain[metric.ROLLOUT_S], edges, baseline=None, color=BLUE, linewidth=2, label="plain")
-    ax.set_ylim(0, max(*plain[metric.ROLLOUT_S], *speculative[metric.ROLLOUT_S], 1e-9))
+    before, now = plain[metric.ROLLOUT_S], speculative[metric.ROLLOUT_S]
+    ax.stairs(now, edges, fill=True, color=ORANGE, alpha=0.55, label="speculative")
+    ax.stairs(before, edges, baseline=None, color=BLUE, linewidth=2, label="plain")
+    ax.set_ylim(0, max(*before, *now, 1e-9))
     panel_title(ax, "Rollout seconds per step", "lower is better")
 
 
@@ -182,8 +182,8 @@ def _draw_cumulative(ax: Axes, compare: dict[str, Any]) -> None:
     ):
         for side in SIDES:
             sums = list(accumulate((s / divisor for s in compare[side][name]), initial=0.0))
-            ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], linewidth=2,
-                    label=f"{label}, {side}: {sums[-1]:.3g} {unit}")  # fmt: skip
+            caption = f"{label}, {side}: {sums[-1]:.3g} {unit}"
+            ax.plot(range(len(sums)), sums, style, color=_COLOUR[side], label=caption)
     ax.set_ylim(0, None)
     panel_title(ax, f"Time spent so far, {unit}", "lower is better")
 
@@ -228,16 +228,14 @@ def _draw_rewards(ax: Axes, rewards: dict[str, Column]) -> None:
         if all(map(math.isnan, points)):
             continue
         if window > 1:
-            ax.plot(steps, points, marker, color=_COLOUR[side], alpha=0.3, markersize=3.5,
-                    markeredgewidth=0)  # fmt: skip
-        mean = f", mean over {window} steps" if window > 1 else ""
-        ax.plot(steps, _moving_mean(points, window), "-" if window > 1 else f"-{marker}",
-                color=_COLOUR[side], linewidth=2.2, label=f"{side}{mean}")  # fmt: skip
+            ax.plot(steps, points, marker, color=_COLOUR[side], alpha=0.3, markeredgewidth=0)
+        means, style = _moving_mean(points, window), "-" if window > 1 else f"-{marker}"
+        label = f"{side}, mean over {window} steps" if window > 1 else side
+        ax.plot(steps, means, style, color=_COLOUR[side], label=label)
 
 
 def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
     plain = {point.step: point.mean for point in heldout["plain"]}
-    size = 6 if len(plain) <= 20 else 3.5
     for side in SIDES:
         points = heldout[side]
         if not points:
@@ -245,20 +243,18 @@ def _draw_heldout(ax: Axes, heldout: dict[str, list[HeldOut]]) -> None:
         steps = [p.step for p in points]
         seeds = max(p.seeds for p in points)
         label = f"{side}, mean of {seeds} seeds" if seeds > 1 else side
-        ax.plot(steps, [100 * p.mean for p in points], "-o", color=_COLOUR[side], linewidth=2.2,
-                markersize=size, label=label)  # fmt: skip
+        ax.plot(steps, [100 * p.mean for p in points], "-o", color=_COLOUR[side], label=label)
         if seeds > 1:
-            ax.fill_between(steps, [100 * p.low for p in points], [100 * p.high for p in points],
-                            color=_COLOUR[side], alpha=0.15, linewidth=0.8)  # fmt: skip
+            low, high = [100 * p.low for p in points], [100 * p.high for p in points]
+            ax.fill_between(steps, low, high, color=_COLOUR[side], alpha=0.15, linewidth=0.8)
     lower = [p for p in heldout["speculative"] if p.mean < plain.get(p.step, 0) - 1e-11]
     if lower:
-        ax.plot([p.step for p in lower], [100 * p.mean for p in lower], "v", color="black",
-                markerfacecolor=ORANGE, markersize=size + 4,
-                label="speculation lower here")  # fmt: skip
+        steps, means = [p.step for p in lower], [100 * p.mean for p in lower]
+        (marks,) = ax.plot(steps, means, "kv", markersize=9, label="speculation lower here")
+        marks.set_markerfacecolor(ORANGE)
     banded = any(p.seeds > 1 for points in heldout.values() for p in points)
-    panel_title(
-        ax, "Held-out accuracy, %", "higher is better" + ("; band: all seeds" if banded else "")
-    )
+    note = "higher is better; band: all seeds" if banded else "higher is better"
+    panel_title(ax, "Held-out accuracy, %", note)
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:

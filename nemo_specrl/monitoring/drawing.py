@@ -54,7 +54,16 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "lines.linewidth": 2,
+    "lines.markersize": 4,
     "legend.fontsize": 10,
+    "legend.loc": "upper left",
+    "legend.framealpha": 1,
+    "legend.edgecolor": "none",
+    "legend.borderpad": 0.1,
+    "legend.borderaxespad": 0.3,
+    "legend.handlelength": 1.5,
+    "legend.columnspacing": 1,
 }
 
 
@@ -141,10 +150,7 @@ def finish_panel(
     low, high = ax.get_ylim()
     room = 0.05 + 0.09 * entries / columns if room is None else room
     ax.set_ylim(low, low + (high - low) / (1 - room))
-    ax.legend(
-        loc="upper left", ncols=columns, framealpha=1, edgecolor="none", borderpad=0.1,
-        borderaxespad=0.3, handlelength=1.5, columnspacing=1,
-    )  # fmt: skip
+    ax.legend(ncols=columns)
     steps = steps or range(1, len(epochs) + 1)
     begins = [s for s, a, b in zip(steps[1:], epochs, epochs[1:], strict=False) if a != b]
     if 0 < len(begins) <= 30:
@@ -158,8 +164,9 @@ def finish_panel(
 
 def draw_column(ax: Axes, steps: Sequence[int], column: Column, label: str, colour: str) -> None:
     """Draw a line through the values that are present, with markers if they are few."""
-    present = [(step, value) for step, value in zip(steps, column, strict=False)
-               if value is not None]  # fmt: skip
+    present = [
+        (step, value) for step, value in zip(steps, column, strict=False) if value is not None
+    ]
     if present:
-        ax.plot(*zip(*present, strict=True), "-o" if len(present) <= 30 else "-", color=colour,
-                linewidth=2, markersize=4, label=label)  # fmt: skip
+        style = "-o" if len(present) <= 30 else "-"
+        ax.plot(*zip(*present, strict=True), style, color=colour, label=label)

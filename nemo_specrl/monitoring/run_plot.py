@@ -26,34 +26,43 @@ if TYPE_CHECKING:
 
 __all__ = ["run_picture"]
 
-# Panels after the first: heading, note below it, and (metric, label, colour) of each line.
-_PANELS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
-    ("Rollout tokens per second", "higher is better", [
+# Panels after the first: heading and the note below it, and (metric, label, colour) of each line.
+_PANELS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("Rollout tokens per second", "higher is better"): [
         ("rollout_speed", "rollouts", ORANGE),
-        ("plain_speed", "plain decoding, in evaluations", BLUE)]),
-    ("Tokens of a row per engine step", "plain decoding: 1; higher is faster", [
-        (metric.TOKENS_PER_STEP, "with drafts", ORANGE)]),
-    ("Tokens per training step", "fewer are decoded where prefixes are reused", [
+        ("plain_speed", "plain decoding, in evaluations", BLUE),
+    ],
+    ("Tokens of a row per engine step", "plain decoding: 1; higher is faster"): [
+        (metric.TOKENS_PER_STEP, "with drafts", ORANGE),
+    ],
+    ("Tokens per training step", "fewer are decoded where prefixes are reused"): [
         (metric.RESPONSE_TOKENS, "in the responses", BLUE),
-        (metric.DECODED_TOKENS, "decoded", ORANGE)]),
-    ("Drafts", "fractions; higher is faster", [
-        (metric.DRAFT_ACCEPTED_FRACTION, "draft tokens accepted", SKY)]),
-    ("Prefix reuse", "fractions; higher is faster", [
+        (metric.DECODED_TOKENS, "decoded", ORANGE),
+    ],
+    ("Drafts", "fractions; higher is faster"): [
+        (metric.DRAFT_ACCEPTED_FRACTION, "draft tokens accepted", SKY),
+    ],
+    ("Prefix reuse", "fractions; higher is faster"): [
         (metric.REUSE_COVERAGE, "rows with an earlier response", BLUE),
         (metric.REUSE_ACCEPTED_FRACTION, "its tokens accepted", ORANGE),
         (metric.REUSED_WHOLE_FRACTION, "accepted whole", GREEN),
-        (metric.REUSED_TOKEN_FRACTION, "response reused", PURPLE)]),
-    ("Reward of fresh minus reused rows", "in standard errors; near 0 in a healthy run", [
-        (metric.REWARD_GAP_Z, "reward", BLUE)]),
-    ("Training reward", "higher is better", [
+        (metric.REUSED_TOKEN_FRACTION, "response reused", PURPLE),
+    ],
+    ("Reward of fresh minus reused rows", "in standard errors; near 0 in a healthy run"): [
+        (metric.REWARD_GAP_Z, "reward", BLUE),
+    ],
+    ("Training reward", "higher is better"): [
         (metric.REWARD, "all rows", BLUE),
-        (metric.FRESH_REWARD, "freshly decoded rows", ORANGE)]),
-    ("Held-out accuracy, %", "higher is better", [
-        ("heldout_percent", "held-out prompts", BLUE)]),
-    ("Size of the updates", "both stay small in a healthy run", [
+        (metric.FRESH_REWARD, "freshly decoded rows", ORANGE),
+    ],
+    ("Held-out accuracy, %", "higher is better"): [
+        ("heldout_percent", "held-out prompts", BLUE),
+    ],
+    ("Size of the updates", "both stay small in a healthy run"): [
         (metric.KL, "KL, nats", BLUE),
-        (metric.CLIP_FRACTION, "tokens clipped, fraction", ORANGE)]),
-]  # fmt: skip
+        (metric.CLIP_FRACTION, "tokens clipped, fraction", ORANGE),
+    ],
+}
 
 
 def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
@@ -69,19 +78,18 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
     width, _ = INCHES
     with canvas((width, 13)) as figure:
         if title:
-            figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center",
-                        parse_math=False)  # fmt: skip
+            written = figure.text(0.015, 0.97, title, fontsize=20, weight="bold", va="center")
+            written.set_parse_math(False)
         # A kind of draft that the run does not use has no panel.
-        panels = [
-            panel
-            for panel in _PANELS
-            if any(not n.startswith(metric.PREFIX) or applies(columns, n) for n, _, _ in panel[2])
-        ]
-        grid = figure.add_gridspec(
-            -(-(1 + len(panels)) // 3), 3, left=0.055, right=0.975, bottom=0.05,
-            top=0.9 if title else 0.95, hspace=0.45, wspace=0.24,
-        )  # fmt: skip
-        axes = [figure.add_subplot(grid[i // 3, i % 3]) for i in range(1 + len(panels))]
+        panels = {
+            words: lines
+            for words, lines in _PANELS.items()
+            if any(not n.startswith(metric.PREFIX) or applies(columns, n) for n, _, _ in lines)
+        }
+        top = 0.9 if title else 0.95
+        figure.subplots_adjust(0.055, 0.05, 0.975, top, wspace=0.24, hspace=0.45)
+        count = 1 + len(panels)
+        axes = [figure.add_subplot(-(-count // 3), 3, i + 1) for i in range(count)]
         steps = [int(step or 0) for step in columns[metric.STEP]]
         _draw_step_seconds(axes[0], steps, columns)
         panel_title(axes[0], "Seconds per step", "lower is better")
@@ -92,7 +100,7 @@ def run_picture(columns: dict[str, list[float | None]], title: str) -> bytes:
             "rollout_speed": _ratios(columns, metric.RESPONSE_TOKENS, metric.ROLLOUT_S),
             "plain_speed": _ratios(columns, metric.HELDOUT_TOKENS, metric.HELDOUT_DECODE_S),
         }
-        for ax, (heading, note, lines) in zip(axes[1:], panels, strict=True):
+        for ax, ((heading, note), lines) in zip(axes[1:], panels.items(), strict=True):
             for name, label, colour in lines:
                 if applies(columns, name):
                     draw_column(ax, steps, columns[name], label, colour)
@@ -124,6 +132,6 @@ def _draw_step_seconds(ax: Axes, steps: Sequence[int], columns: dict[str, list[A
             "#BBBBBB",
         ),
     }
-    ax.stackplot(steps, *(values for values, _ in parts.values()), labels=list(parts),
-                 colors=[colour for _, colour in parts.values()])  # fmt: skip
+    heights, colours = zip(*parts.values(), strict=True)
+    ax.stackplot(steps, *heights, labels=list(parts), colors=colours)
     ax.set_ylim(0, max(*whole, *rollout, 1e-9))

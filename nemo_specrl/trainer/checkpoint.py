@@ -11,7 +11,6 @@ generator has to be saved.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
 import shutil
@@ -19,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_specrl.config import CACHE_FOLDER, knows, validated
 from nemo_specrl.errors import CheckpointError, ConfigError, SpecRLError, last_line
@@ -56,41 +55,29 @@ PATHS_OF_DATA = ("data.data_path", "data.prompt_file", "data.system_prompt_file"
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Progress:
-    """Progress of a run.
+class Progress(BaseModel):
+    """Progress of a run, as a checkpoint's progress.json has it."""
 
-    Args:
-        step: number of training steps done; also the policy version.
-        position: number of batches of prompts drawn from the data so far (with dynamic sampling a
-            step may draw several).
-        recipe: the keys that a resumed run must not change, with their values.
-        put_off: prompts that partial rollouts put off (``partial_rollouts.PutOff``).
-        data: hash of the training problems; empty: unknown.
-        model: hash of the model's weights, where a resumed run reads them again
-            (:func:`base_model`); otherwise empty.
-        date: ISO date that chat templates are given throughout the run; empty: unknown.
-    """
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    step: int = 0
-    position: int = 0
-    recipe: dict[str, Any] = field(default_factory=dict)
-    put_off: list[list[int]] = field(default_factory=list)
+    step: int = Field(default=0, ge=0)
+    """Number of training steps done; also the policy version."""
+    position: int = Field(default=0, ge=0)
+    """Number of batches of prompts drawn from the data so far (with dynamic sampling a step may
+    draw several)."""
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    """The keys that a resumed run must not change, with their values."""
+    put_off: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = Field(
+        default_factory=list
+    )
+    """Prompts that partial rollouts put off (``partial_rollouts.PutOff``)."""
     data: str = ""
+    """Hash of the training problems; empty: unknown."""
     model: str = ""
+    """Hash of the model's weights, where a resumed run reads them again (:func:`base_model`);
+    otherwise empty."""
     date: str = ""
-
-
-_PROGRESS = {
-    "step": (int,),
-    "position": (int,),
-    "recipe": (dict,),
-    "put_off": (list,),
-    "data": (str,),
-    "model": (str,),
-    "date": (str,),
-}
-"""Types of the values of a progress.json."""
+    """ISO date that chat templates are given throughout the run; empty: unknown."""
 
 
 def latest(folder: Path) -> tuple[Path, Progress] | None:
@@ -107,20 +94,15 @@ def latest(folder: Path) -> tuple[Path, Progress] | None:
         values = json.loads(path.read_bytes())
         if values.pop("format") > FORMAT:
             raise CheckpointError(f"{found[-1]}: written by a newer release of nemo_specrl")
-        progress = Progress(**values)
+        progress = validated(Progress, values)
         if progress.date:
             date.fromisoformat(progress.date)
+    except ConfigError as error:
+        raise damaged(found[-1], f"progress.json: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(found[-1], f"progress.json: {type(error).__name__}: {error}") from None
-    for name, kinds in _PROGRESS.items():
-        if type(getattr(progress, name)) not in kinds:
-            raise damaged(found[-1], f"progress.json: {name} = {getattr(progress, name)!r}"[:200])
-    for pair in progress.put_off:
-        if type(pair) is not list or len(pair) != 2 or not all(type(n) is int for n in pair):
-            raise damaged(found[-1], f"progress.json: put_off = {progress.put_off!r}"[:200])
-    if f"step_{progress.step}" != found[-1].name or progress.position < 0:
-        place = f"step {progress.step} and position {progress.position}"
-        raise damaged(found[-1], f"progress.json: is of {place}")
+    if f"step_{progress.step}" != found[-1].name:
+        raise damaged(found[-1], f"progress.json: is of step {progress.step}")
     return found[-1], progress
 
 
@@ -185,7 +167,7 @@ def save(
         temporary.mkdir(mode=0o700, parents=True)  # it holds prompts and rollouts
         write(temporary)
         (temporary / "progress.json").write_text(
-            json.dumps({"format": FORMAT, **asdict(progress)}, indent=1)
+            json.dumps({"format": FORMAT, **progress.model_dump()}, indent=1)
         )
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
@@ -242,10 +224,9 @@ class CheckpointWriter:
             copied.set()
             save_models(folder)
 
+        now = progress.model_copy(deep=True)
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = executor.submit(
-            save, self._folder, copy.deepcopy(progress), write, keep=self._keep
-        )
+        self._pending = executor.submit(save, self._folder, now, write, keep=self._keep)
         executor.shutdown(wait=False)
         self._pending.add_done_callback(lambda _: copied.set())  # if it fails before the copy
         copied.wait()

@@ -281,8 +281,10 @@ store.close()
             # Both have the file open; a third finds its first page damaged.
             subprocess.run(
                 ["dd", f"of={data_file(tmp_path)}", "conv=notrunc", "bs=1", "count=3000"],
-                input=b"\xa5" * 3000, check=True, capture_output=True,
-            )  # fmt: skip
+                input=b"\xa5" * 3000,
+                check=True,
+                capture_output=True,
+            )
             with run_python(
                 f"{PREAMBLE}\nwith open_store(sys.argv[1]) as s: s.put([rollout(3)])", tmp_path
             ) as third:

@@ -187,15 +187,22 @@ print(cache)
 """
 
 
+def refused_in_one_line(folder, before):
+    """Open a store in a process of its own, to which it is refused; return what is logged."""
+    pipe = subprocess.PIPE
+    with run_python(OPENS, folder, before=before, stdout=pipe, stderr=pipe) as process:
+        said, logged = process.communicate()
+    assert said == "None\n" and process.returncode == 0, logged
+    assert logged.count("\n") == 1, logged
+    return logged
+
+
 def test_a_folder_that_may_not_be_written_is_one_line(tmp_path):
     folder = tmp_path / "closed"
     folder.mkdir()
     folder.chmod(0o500)
-    pipe = subprocess.PIPE
-    with run_python(OPENS, folder / "a", before=AS_A_USER, stdout=pipe, stderr=pipe) as process:
-        said, logged = process.communicate()
-    assert said == "None\n" and process.returncode == 0
-    assert logged.count("\n") == 1 and "Permission denied" in logged and str(folder) in logged
+    logged = refused_in_one_line(folder / "a", AS_A_USER)
+    assert "Permission denied" in logged and str(folder) in logged
 
 
 def test_a_store_that_may_only_be_read_is_one_line(tmp_path):
@@ -203,10 +210,7 @@ def test_a_store_that_may_only_be_read_is_one_line(tmp_path):
         store.put([rollout(1)])
     for path in (tmp_path / "a").rglob("*"):
         path.chmod(0o500 if path.is_dir() else 0o400)
-    pipe = subprocess.PIPE
-    with run_python(OPENS, tmp_path / "a", before=AS_A_USER, stdout=pipe, stderr=pipe) as process:
-        said, logged = process.communicate()
-    assert said == "None\n" and logged.count("\n") == 1 and "denied" in logged
+    assert "denied" in refused_in_one_line(tmp_path / "a", AS_A_USER)
 
 
 @pytest.mark.parametrize("call", ["flock", "fcntl"])
@@ -214,26 +218,16 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, strace, call):
     ending = "lock" if call == "flock" else "sqlite"
     file = tmp_path / "a" / VOCABULARY / f"rollouts.{ending}"
     inject = ["-P", str(file), "-e", f"trace={call}", "-e", f"inject={call}:error=ENOLCK"]
-    pipe = subprocess.PIPE
-    with run_python(
-        OPENS, tmp_path / "a", before=[*strace, *inject], stdout=pipe, stderr=pipe
-    ) as process:
-        said, logged = process.communicate()
-    assert said == "None\n" and process.returncode == 0, logged
-    assert logged.count("\n") == 1 and "cannot use the rollout store" in logged, logged
+    logged = refused_in_one_line(tmp_path / "a", [*strace, *inject])
+    assert "cannot use the rollout store" in logged
 
 
 def test_a_file_system_without_shared_memory_is_one_line(tmp_path, strace):
     """As some containers' are. Only the file beside the database is mapped as shared memory."""
-    inject = ["-e", "trace=mmap", "-P", str(tmp_path / "a" / VOCABULARY / "rollouts.sqlite-shm"),
-              "-e", "inject=mmap:error=ENODEV"]  # fmt: skip
-    pipe = subprocess.PIPE
-    with run_python(
-        OPENS, tmp_path / "a", before=[*strace, *inject], stdout=pipe, stderr=pipe
-    ) as process:
-        said, logged = process.communicate()
-    assert said == "None\n" and process.returncode == 0, logged
-    assert logged.count("\n") == 1 and "cannot use the rollout store" in logged, logged
+    file = tmp_path / "a" / VOCABULARY / "rollouts.sqlite-shm"
+    inject = ["-P", str(file), "-e", "trace=mmap", "-e", "inject=mmap:error=ENODEV"]
+    logged = refused_in_one_line(tmp_path / "a", [*strace, *inject])
+    assert "cannot use the rollout store" in logged
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs", "beegfs"])

@@ -81,8 +81,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Others have to go."""
         for i in range(10):
             self.version += 1
-            self.put_all(which, [(6 + (prompt + i) % 3, rollout(6 + (prompt + i) % 3,
-                                                               self.version, n=7000))])  # fmt: skip
+            self.put_all(
+                which, [(6 + (prompt + i) % 3, rollout(6 + (prompt + i) % 3, self.version, n=7000))]
+            )
         assert 6 + (prompt + 9) % 3 in self.model
 
     @rule(which=which, prompts=st.lists(prompt, unique=True), most=st.integers(1, KEPT))

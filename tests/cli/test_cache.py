@@ -221,10 +221,13 @@ def test_a_store_of_another_user_can_be_looked_at(tmp_path):
         path.chmod(0o555 if path.is_dir() else 0o444)
     script = "from nemo_specrl.cli.main import main; main()"
     with run_python(
-        script, "cache", "verify", folder,
+        script,
+        "cache",
+        "verify",
+        folder,
         before=["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else (),
         stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    ) as process:
         said = process.communicate()[0]
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o700)

@@ -23,10 +23,22 @@ from tests.conftest import REPOSITORY
 
 # What a light install holds: the base packages, and what they need themselves.
 LIGHT = (
-    "numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions",
-    "typing_inspection", "xxhash", "rich", "pygments", "markdown_it", "mdurl", "typer",
-    "omegaconf", "yaml", "safetensors",
-)  # fmt: skip
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_extensions",
+    "typing_inspection",
+    "xxhash",
+    "rich",
+    "pygments",
+    "markdown_it",
+    "mdurl",
+    "typer",
+    "omegaconf",
+    "yaml",
+    "safetensors",
+)
 DISTRIBUTIONS = {"pygments": "Pygments", "markdown_it": "markdown-it-py", "yaml": "PyYAML"}
 
 DIAGNOSE = """
@@ -85,8 +97,11 @@ def diagnose_in(site, cwd, checkout=REPOSITORY, **environment):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_", "NEMO_"))}
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", DIAGNOSE, str(checkout), str(site)],
-        capture_output=True, text=True, cwd=cwd, env=kept | environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=kept | environment,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     result["findings"] = by_name([Finding(*values) for values in result["findings"]])
@@ -101,8 +116,18 @@ def test_light_install_is_fine_and_nothing_heavy_is_imported(tmp_path):
     assert result["heavy"] == []
     for name in ("Python", "base packages", "sqlite3"):
         assert found[name].status == "ok"
-    optional = ("vLLM", "plug-in", "torch", "transformers", "ray", "megatron-core",
-                "nvidia-resiliency-ext", "matplotlib", "tensorboard", "NeMo-RL")  # fmt: skip
+    optional = (
+        "vLLM",
+        "plug-in",
+        "torch",
+        "transformers",
+        "ray",
+        "megatron-core",
+        "nvidia-resiliency-ext",
+        "matplotlib",
+        "tensorboard",
+        "NeMo-RL",
+    )
     for name in optional:
         assert found[name].status == "warning", name
         assert found[name].advice, name
@@ -164,8 +189,9 @@ def test_cuda_companions_beside_a_cpu_torch(tmp_path):
     site = light_install(tmp_path / "site")
     install(site, "torch", "2.13.0+cpu", {"torch/version.py": "cuda: Optional[str] = None\n"})
     # As the wheels of PyPI are: the label is in version.py alone.
-    install(site, "torchvision", "0.28.0",
-            {"torchvision/version.py": "__version__ = '0.28.0+cu132'\n"})  # fmt: skip
+    install(
+        site, "torchvision", "0.28.0", {"torchvision/version.py": "__version__ = '0.28.0+cu132'\n"}
+    )
     install(site, "torchaudio", "2.11.0+cpu")
     found = diagnose_in(site, tmp_path)["findings"]
     assert found["torch"].status == "ok"
@@ -179,8 +205,10 @@ def test_gpus_and_builds_that_do_not_fit(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     program = programs / "nvidia-smi"  # stands in for the driver's tool: no GPU here
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n"
-                       "echo '  MIG 1g.18gb Device 0: (UUID: MIG-2)'\n")  # fmt: skip
+    program.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n"
+        "echo '  MIG 1g.18gb Device 0: (UUID: MIG-2)'\n"
+    )
     program.chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     cuda = {"torch/version.py": "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n"}
@@ -296,8 +324,12 @@ def test_variables_that_hurt(tmp_path):
     assert {name for name in hurt if found[name].status == "warning"} == set(hurt)
     assert "environment" not in found
 
-    good = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}  # fmt: skip
+    good = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     found = diagnose_in(site, tmp_path, **good)["findings"]
     assert found["environment"].status == "ok"
     assert not set(good) & found.keys()

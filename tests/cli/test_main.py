@@ -151,8 +151,11 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path, command):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "nemo_specrl", *command],
-            cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=REPOSITORY,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     [line] = done.stderr.splitlines()
     said = "nemo-specrl: standard output cannot be written to (No space left on device)"
     assert done.returncode == 0 and line.startswith(said)
@@ -173,8 +176,9 @@ def test_a_terminal_that_is_not_utf_8_shows_codes():
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (0, "r\\xe9sum\\xe9 \\u2026\n"), done.stderr
 
 

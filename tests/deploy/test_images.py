@@ -40,8 +40,11 @@ def checkout(folder: Path) -> Path:
     """A copy of what git has of the tree, with things beside it that belong in no image."""
     names = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     for name in names:
         if (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +98,14 @@ def cpu(images, tree):
     settings.write_text(f"# {PASSWORD}\n[global]\nno-color = true\n")
     images.make_base("python", [f"{sys.base_prefix}/bin"], root_mode=0o755)
     images.build(
-        tree / "docker/cpu.Dockerfile", "cpu", "python", tree, *LABELS,
-        "--build-arg=PIP_EXTRA_INDEX_URL=", f"--secret=id=pip.conf,src={settings}",
-    )  # fmt: skip
+        tree / "docker/cpu.Dockerfile",
+        "cpu",
+        "python",
+        tree,
+        *LABELS,
+        "--build-arg=PIP_EXTRA_INDEX_URL=",
+        f"--secret=id=pip.conf,src={settings}",
+    )
     return "cpu"
 
 

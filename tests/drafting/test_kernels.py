@@ -51,9 +51,16 @@ def test_same_as_reference(vocabulary, length):
             response = rows.responses[row]
             assert held[: len(response) + 1].tolist() == [reference.START, *response]
             tokens, confidences, cells = reference.draft(
-                pool, links, listed, reference.context_of(response), of_row.number, length,
-                response[-1], chances, rows.index.corpus.cpu().numpy()[:2],
-            )  # fmt: skip
+                pool,
+                links,
+                listed,
+                reference.context_of(response),
+                of_row.number,
+                length,
+                response[-1],
+                chances,
+                rows.index.corpus.cpu().numpy()[:2],
+            )
             assert drafts[b].tolist() == tokens.tolist(), (step, row)
             assert (rows.index.confidences[b].cpu().numpy() == confidences).all()
             assert (confidences > 0).any()

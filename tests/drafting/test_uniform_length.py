@@ -23,21 +23,42 @@ from nemo_specrl.engine.step_costs import costs_of
 from tests.conftest import REPOSITORY
 
 QWEN3_8B = SimpleNamespace(
-    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=151_936, intermediate_size=12_288,
-)  # fmt: skip
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    intermediate_size=12_288,
+)
 QWEN3_30B_A3B = SimpleNamespace(
-    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-    head_dim=128, vocab_size=151_936, intermediate_size=6144, num_experts=128,
-    num_experts_per_tok=8, moe_intermediate_size=768,
-)  # fmt: skip
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151_936,
+    intermediate_size=6144,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+)
 NEMOTRON_3_NANO = SimpleNamespace(
-    hidden_size=2688, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
-    layers_block_type=["mamba", "moe"] * 23 + ["attention"] * 6, vocab_size=131_072,
-    intermediate_size=1856, n_routed_experts=128, num_experts_per_tok=6,
-    moe_intermediate_size=1856, mlp_hidden_act="relu2", mamba_num_heads=64, mamba_head_dim=64,
+    hidden_size=2688,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    layers_block_type=["mamba", "moe"] * 23 + ["attention"] * 6,
+    vocab_size=131_072,
+    intermediate_size=1856,
+    n_routed_experts=128,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1856,
+    mlp_hidden_act="relu2",
+    mamba_num_heads=64,
+    mamba_head_dim=64,
     ssm_state_size=128,
-)  # fmt: skip
+)
 BANDWIDTH = BANDWIDTH_SHARE * GPUS["H100"].bandwidth
 COSTS = costs_of(QWEN3_8B, GPUS["H100"], ranks=1, weight_bytes=2, kv_bytes=2)
 

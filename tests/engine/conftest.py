@@ -1,28 +1,19 @@
 """Fixtures of the engine's tests: shared engines, with their first weights and an empty cache."""
 
-import asyncio
-
 import pytest
 
 from nemo_specrl import engine_options
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.engine.resident import Resident
 from tests.conftest import make_engine, weights_of
-from tests.support.engines import VOCABULARY, scheduler_of
+from tests.support.engines import VOCABULARY, event_loop, scheduler_of
 
 VOCABULARY_HASH = "0" * 32
 
 
 @pytest.fixture(scope="module")
 def loop():
-    loop = asyncio.new_event_loop()
-    yield loop
-    tasks = asyncio.all_tasks(loop)  # that of vLLM 0.25 which takes an engine's outputs outlives it
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))
-    loop.close()
+    yield from event_loop()
 
 
 @pytest.fixture

@@ -129,8 +129,10 @@ def test_what_was_kept_is_there_after_an_engine_was_killed(random_model, tmp_pat
     for turn in range(ROUNDS):
         engine = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(random_model), json.dumps(block(tmp_path))],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         last = {}
         for step, line in enumerate(engine.stdout):
             if not line.startswith("{"):

@@ -17,8 +17,11 @@ from tests.support.warm import Command
 
 FOLDER = REPOSITORY / "examples" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text())
-RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
-         for rule in group["rules"]]  # fmt: skip
+RULES = [
+    rule
+    for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
 EXPRESSIONS = {
     f"{panel['title']} {target['refId']}": target["expr"]
     for panel in DASHBOARD["panels"]

@@ -65,10 +65,8 @@ def runs(tmp_path):
     """A plain run and a speculative one, of three epochs."""
     return (
         make_run(tmp_path / "plain", accuracies={2: 0.30, 4: 0.40, 6: 0.50}),
-        make_run(
-            tmp_path / "spec", speculative=True, accuracies={2: 0.32, 4: 0.35, 6: 0.48}
-        ),
-    )  # fmt: skip
+        make_run(tmp_path / "spec", speculative=True, accuracies={2: 0.32, 4: 0.35, 6: 0.48}),
+    )
 
 
 def image_of(png):
@@ -188,8 +186,10 @@ def test_report_of_a_run(tmp_path):
     assert text.count("<tr>") == 1 + 6
     assert "heldout_accuracy" in text
     assert sorted(path.name for path in run.iterdir()) == [
-        "metrics.jsonl", "report.html", "report.png",
-    ]  # fmt: skip
+        "metrics.jsonl",
+        "report.html",
+        "report.png",
+    ]
 
 
 def test_report_of_one_plain_step_without_numbers(tmp_path):
@@ -266,8 +266,10 @@ def test_without_matplotlib_the_advice_is_to_install_it(runs, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, runs), str(tmp_path / "out")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "pip install matplotlib" in done.stdout
     assert done.stdout.count("\n") == 1
     assert (tmp_path / "out" / "compare.json").exists(), "the numbers need no matplotlib"
@@ -474,11 +476,15 @@ def test_printed_table(runs):
     assert cells["reward, mean of the last epoch"] == ["0.500", "0.500", "equal"]
     assert cells["of freshly decoded rows"] == ["0.500", "0.400", "0.100 LOWER"]
     assert cells["held-out accuracy, first"] == [
-        "30.0 % (step 2)", "32.0 % (step 2)", "2.0 points higher",
-    ]  # fmt: skip
+        "30.0 % (step 2)",
+        "32.0 % (step 2)",
+        "2.0 points higher",
+    ]
     assert cells["held-out accuracy, last"] == [
-        "50.0 % (step 6)", "48.0 % (step 6)", "2.0 points LOWER",
-    ]  # fmt: skip
+        "50.0 % (step 6)",
+        "48.0 % (step 6)",
+        "2.0 points LOWER",
+    ]
 
 
 # Several seeds.

@@ -101,10 +101,20 @@ def test_a_steps_record_has_the_names_of_the_embedded_trainers(tmp_path):
     own = engine_metrics({TOKENS: 100.0, DRAFTED: 80.0, ACCEPTED: 50.0})
     log.end_step(1, own, {"total_step_time": 9.0, "generation": 4.0})
     [row] = read_metrics(tmp_path / METRICS)
-    assert row.items() >= {
-        "step": 1, "total_steps": 100, "reward": 0.5, "loss": 0.1, "heldout_accuracy": 0.25,
-        "step_s": 9.0, "rollout_s": 4.0, "response_tokens": 100.0, metric.TOKENS_PER_STEP: 2.0,
-    }.items()  # fmt: skip
+    assert (
+        row.items()
+        >= {
+            "step": 1,
+            "total_steps": 100,
+            "reward": 0.5,
+            "loss": 0.1,
+            "heldout_accuracy": 0.25,
+            "step_s": 9.0,
+            "rollout_s": 4.0,
+            "response_tokens": 100.0,
+            metric.TOKENS_PER_STEP: 2.0,
+        }.items()
+    )
     assert "of nobody" not in row and "grad_norm" not in row
 
 

@@ -84,7 +84,7 @@ def test_a_run_is_refused_before_its_script_begins(tmp_path):
         env=environment(NEMO_RL_PY_EXECUTABLES_SYSTEM="1"),
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stderr
     assert "the script has begun" not in done.stdout
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("nemo-specrl: ")]

@@ -1,7 +1,5 @@
 """Fixtures of the tests of prefix reuse: engines with their first weights and no cached blocks."""
 
-import asyncio
-
 import pytest
 
 from nemo_specrl.engine.refit import refit
@@ -9,6 +7,7 @@ from nemo_specrl.reuse.async_llm import AsyncPrefixReuse
 from nemo_specrl.reuse.llm import PrefixReuse
 from tests.conftest import make_async_engine, weights_of
 from tests.reuse.support import DictCache, block
+from tests.support.engines import event_loop
 
 SMALL_KV = {"block_size": 32, "num_gpu_blocks_override": 200}  # of 6,400 tokens
 # vLLM's CPU engines cannot prefill a seeded request in chunks.
@@ -17,14 +16,7 @@ WHOLE_PREFILLS = {"max_num_batched_tokens": 128 * 192}
 
 @pytest.fixture(scope="session")
 def loop():
-    loop = asyncio.new_event_loop()
-    yield loop
-    tasks = asyncio.all_tasks(loop)  # that of vLLM 0.25 which takes an engine's outputs outlives it
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))
-    loop.close()
+    yield from event_loop()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from nemo_specrl.reuse.row import Row
 from nemo_specrl.reuse.sampling import StopRules
 from nemo_specrl.rollout import prompt_key
 from tests.conftest import SHIPPED_MODEL
-from tests.reuse.support import EOS, PROMPT, VOCABULARY, block, sampling
+from tests.reuse.support import block, sampling
+from tests.support.engines import EOS, PROMPT, VOCABULARY
 
 TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
 BLOCK = 16

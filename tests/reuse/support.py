@@ -1,19 +1,14 @@
-"""Prompts, drafts, a cache in a dictionary and the engine's own probabilities."""
+"""Drafts, a cache in a dictionary, and calls."""
 
-import math
 import threading
 from collections import Counter
 
 import numpy as np
-import pytest
-from scipy import stats
 from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, SpecRLConfig, prompt_key
+from tests.support.engines import PROMPT
 
-VOCABULARY = 32  # of the random model
-EOS = 2
-LETTERS = "0123456789+-=;#?"  # tokens 3 to 18 of its tokenizer
 SURE = -60.0  # an old log-prob that makes acceptance certain
 NEVER, STRICT = 0.0, 1e-9  # an old log-prob and a lenience that reject (accepted with p < 1e-8)
 
@@ -52,13 +47,6 @@ class DictCache:
         return [r for r in self.all() if r.policy_version == version]
 
 
-def encode(text):
-    return [3 + LETTERS.index(letter) for letter in text]
-
-
-PROMPT = [1, *encode("12+34=?")]
-
-
 def block(lenience=1.65, fresh_fraction=0.0, **options):
     reuse = {"lenience": lenience, "fresh_fraction": fresh_fraction, **options}
     return SpecRLConfig(preset="reuse", reuse=reuse)
@@ -83,32 +71,3 @@ def only(outputs):
     (output,) = outputs
     (completion,) = output.outputs
     return completion
-
-
-def distribution(llm, prefix=()):
-    """The engine's own probabilities of the next token, float64 [vocabulary]."""
-    (output,) = llm.generate(
-        {"prompt_token_ids": [*PROMPT, *prefix]},
-        SamplingParams(max_tokens=1, logprobs=VOCABULARY, temperature=1.0, detokenize=False),
-        use_tqdm=False,
-    )
-    (position,) = output.outputs[0].logprobs
-    p = np.zeros(VOCABULARY)
-    for token, entry in position.items():
-        p[token] = math.exp(entry.logprob)
-    assert p.sum() == pytest.approx(1, abs=1e-3)
-    return p / p.sum()
-
-
-def chi_squared(counts, expected, *, cells=5):
-    """p-value of counts under expected ones, with cells of fewer than 5 merged."""
-    small = expected < 5
-    if small.any():
-        counts = np.append(counts[~small], counts[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-        if expected[-1] < 5:
-            counts[-2] += counts[-1]
-            expected[-2] += expected[-1]
-            counts, expected = counts[:-1], expected[:-1]
-    assert len(counts) >= cells, "too few cells for a test that could fail"
-    return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue

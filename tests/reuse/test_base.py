@@ -10,16 +10,9 @@ from vllm import SamplingParams
 
 from nemo_specrl import Finish, Rollout, prompt_key
 from nemo_specrl.errors import ConfigError, UnsupportedSampling
-from tests.reuse.support import (
-    EOS,
-    PROMPT,
-    DictCache,
-    draft,
-    encode,
-    generate,
-    only,
-    sampling,
-)
+from nemo_specrl.trainer.data.toy_tasks import encode
+from tests.reuse.support import DictCache, draft, generate, only, sampling
+from tests.support.engines import EOS, PROMPT
 
 by_seeds = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.29"),

@@ -14,7 +14,8 @@ from nemo_specrl import Finish
 from nemo_specrl.engine.refit import refit
 from nemo_specrl.reuse.llm import PrefixReuse
 from tests.conftest import weights_of
-from tests.reuse.support import PROMPT, VOCABULARY, DictCache, block, chi_squared, distribution
+from tests.reuse.support import DictCache, block
+from tests.support.engines import PROMPT, VOCABULARY, chi_squared, distribution
 
 pytestmark = pytest.mark.timeout(400)  # so that it begins early: see tests/conftest.py
 ERROR_RATE = 1e-4

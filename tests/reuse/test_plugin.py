@@ -14,7 +14,8 @@ from nemo_specrl.monitoring.names import DRAFTED_TOKENS
 from nemo_specrl.reuse.llm import PrefixReuse
 from nemo_specrl.rollout import vocabulary_hash
 from tests.conftest import make_engine, weights_of
-from tests.reuse.support import PROMPT, block, sampling
+from tests.reuse.support import block, sampling
+from tests.support.engines import PROMPT
 
 ROWS = 32
 

@@ -10,19 +10,11 @@ from nemo_specrl import Finish, prompt_key
 from nemo_specrl.reuse.acceptance import random_stream
 from nemo_specrl.reuse.noise import RoundingNoise
 from nemo_specrl.reuse.row import PIECE_TOKENS
+from nemo_specrl.trainer.data.toy_tasks import encode
 from tests.reuse.markov import BLOCK, MarkovEngine, chain, limits, moved, row
-from tests.reuse.support import (
-    EOS,
-    NEVER,
-    PROMPT,
-    STRICT,
-    SURE,
-    VOCABULARY,
-    draft,
-    encode,
-    sampling,
-)
+from tests.reuse.support import NEVER, STRICT, SURE, draft, sampling
 from tests.reuse.test_acceptance import algorithm_1
+from tests.support.engines import EOS, PROMPT, VOCABULARY
 
 OLD = chain()
 

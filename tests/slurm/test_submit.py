@@ -296,12 +296,16 @@ def supervising(folder, programs, steps):
         (folder / name).chmod(0o755)
     return subprocess.run(
         ["bash", "-euc", f"source {SCRIPT.with_name('supervise.sh')}; {steps}"],
-        env={"PATH": f"{folder}:{os.environ['PATH']}", "SCRIPT": "nemo_rl.sub",
-             "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"},
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SCRIPT": "nemo_rl.sub",
+            "SLURM_JOB_NODELIST": "n[1-3]",
+            "SLURMD_NODENAME": "n1",
+        },
         capture_output=True,
         text=True,
         timeout=60,
-    )  # fmt: skip
+    )
 
 
 def test_a_slow_controller_makes_no_node_dead(tmp_path):

@@ -295,8 +295,15 @@ def test_ways_to_submit_it_and_names_of_folders(cluster):
     elsewhere.mkdir()
     (elsewhere / "supervise.sh").write_text("echo sourced >&2\n")  # another's
     recipe, cache = REPOSITORY / RECIPE, cluster.local / 'NODE\'s "own" cache'
-    direct = Job(cluster, "direct", "test.sleep=3", recipe=str(recipe), script=script,
-                 SPECRL_RUN_DIR=str(home / "run"), SPECRL_CACHE_DIR=str(cache))  # fmt: skip
+    direct = Job(
+        cluster,
+        "direct",
+        "test.sleep=3",
+        recipe=str(recipe),
+        script=script,
+        SPECRL_RUN_DIR=str(home / "run"),
+        SPECRL_CACHE_DIR=str(cache),
+    )
     named = cluster.folder / "n2" / "local" / 'n2\'s "own" cache' / direct.id
     named.mkdir(parents=True)
 
@@ -388,8 +395,13 @@ def test_an_array_takes_a_line_of_overrides_for_each_task(cluster):
     sweep = cluster.folder / "sweep"
     sweep.write_text("a.preset='x  y' b=\"1\" test.sleep=8\n\ntest.save=1 test.once=3\n")
     options = ("--nodes=1", "--array=0-2")
-    job = Job(cluster, "sweep-%a", options=options, SPECRL_SWEEP=str(sweep),
-              SPECRL_RUN_DIR=str(cluster.folder / "swept"))  # fmt: skip
+    job = Job(
+        cluster,
+        "sweep-%a",
+        options=options,
+        SPECRL_SWEEP=str(sweep),
+        SPECRL_RUN_DIR=str(cluster.folder / "swept"),
+    )
     outputs = [cluster.folder / f"sweep-{task}.out" for task in range(3)]
     job.until(lambda: not cluster.run("squeue", "--noheader", cwd=REPOSITORY).stdout)
     first, second, third = (output.read_text() for output in outputs)

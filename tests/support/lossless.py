@@ -52,9 +52,10 @@ def bent(rejection_sample):
 def good_drafts(llm):
     """Responses of these very weights, plainly sampled."""
     outputs = llm.generate(
-        [{"prompt_token_ids": PROMPT}] * 16, [params(3, seed=900 + i) for i in range(16)],
+        [{"prompt_token_ids": PROMPT}] * 16,
+        [params(3, seed=900 + i) for i in range(16)],
         use_tqdm=False,
-    )  # fmt: skip
+    )
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 

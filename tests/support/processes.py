@@ -44,9 +44,13 @@ class Server:
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, env=environment, cwd=REPOSITORY, stdout=file, stderr=file,
+                command,
+                env=environment,
+                cwd=REPOSITORY,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:

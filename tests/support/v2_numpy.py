@@ -34,9 +34,22 @@ def update(pool, state, pages, contents, places, values, num_pages, num_values):
 
 @Launch
 def append(
-    pool, rows, row_pages, contexts, batch_rows, tokens, totals, drafted, of_drafted, outcomes,
-    stride, pages_of_row, draft_stride, source_stride, learning,
-):  # fmt: skip
+    pool,
+    rows,
+    row_pages,
+    contexts,
+    batch_rows,
+    tokens,
+    totals,
+    drafted,
+    of_drafted,
+    outcomes,
+    stride,
+    pages_of_row,
+    draft_stride,
+    source_stride,
+    learning,
+):
     for b, row in enumerate(batch_rows):
         slot, _, start, known, most = rows[row, :5]
         if slot < 0:
@@ -69,9 +82,19 @@ def learn(outcomes, prior, chances, num_cells):
 
 @Launch
 def search(
-    pool, links, table, corpus, rows, contexts, offers, batch_rows, stride, num_pages, num_corpus,
+    pool,
+    links,
+    table,
+    corpus,
+    rows,
+    contexts,
+    offers,
+    batch_rows,
+    stride,
+    num_pages,
+    num_corpus,
     tile,
-):  # fmt: skip
+):
     offers[:] = 0
     width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
@@ -84,9 +107,26 @@ def search(
 
 @Launch
 def vote(
-    pool, links, table, corpus, rows, offers, drafts, confidences, batch_rows, last, chances,
-    drafted, cells, stride, num_pages, num_corpus, length, draft_stride, learning,
-):  # fmt: skip
+    pool,
+    links,
+    table,
+    corpus,
+    rows,
+    offers,
+    drafts,
+    confidences,
+    batch_rows,
+    last,
+    chances,
+    drafted,
+    cells,
+    stride,
+    num_pages,
+    num_corpus,
+    length,
+    draft_stride,
+    learning,
+):
     width = (num_pages + num_corpus) * reference.OFFERED
     for b, row in enumerate(batch_rows):
         slot, response = rows[row, :2]

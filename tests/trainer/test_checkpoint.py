@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -87,7 +86,7 @@ def write_rows(path, answer):
 
 
 def save_first_step(trainer):
-    first = replace(trainer.progress, step=1, position=1)
+    first = trainer.progress.model_copy(update={"step": 1, "position": 1})
     save(trainer.folder, first, lambda folder: None, keep=None)
 
 

@@ -437,9 +437,13 @@ class ClusterCache:
         level = logging.DEBUG if what in self._logged else logging.WARNING
         self._logged.add(what)
         logger.log(
-            level, "rollout cache: %s: %s; rows are decoded without what it has. Further failures "
-            "are counted in %s", what, in_one_line(error), metric.CACHE_ERRORS,
-        )  # fmt: skip
+            level,
+            "rollout cache: %s: %s; rows are decoded without what it has. Further failures "
+            "are counted in %s",
+            what,
+            in_one_line(error),
+            metric.CACHE_ERRORS,
+        )
 
     # --- in the background ------------------------------------------------------------------------
 

@@ -46,9 +46,13 @@ cache.close()
 def rollout(prompt, version, number):
     rng = np.random.default_rng([prompt, version, number])
     return Rollout(
-        KEYS[prompt], rng.integers(0, 60000, 20), Finish.STOP, version, np.zeros(20, np.float32),
+        KEYS[prompt],
+        rng.integers(0, 60000, 20),
+        Finish.STOP,
+        version,
+        np.zeros(20, np.float32),
         identity=1 + number + RESPONSES * (version + 1000 * prompt),
-    )  # fmt: skip
+    )
 
 
 def group(prompt, version):

@@ -72,8 +72,11 @@ class Images:
         for _ in range(5):
             done = subprocess.run(
                 ["buildah", *map(str, arguments)],
-                env=self.environment, capture_output=True, text=True, timeout=500,
-            )  # fmt: skip
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=500,
+            )
             if FLAKE not in done.stderr:
                 break
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
@@ -123,10 +126,17 @@ class Images:
     def build(self, dockerfile: Path, name: str, base: str, context: Path, *arguments: str) -> None:
         """Build an image on a stand-in, from the folder ``context``."""
         self.buildah(
-            "bud", *self._policy, "--pull-never", "--network=host", *self.mounts,
-            f"--build-arg=BASE_IMAGE=localhost/{base}", *arguments,
-            f"--file={dockerfile}", f"--tag={name}", context,
-        )  # fmt: skip
+            "bud",
+            *self._policy,
+            "--pull-never",
+            "--network=host",
+            *self.mounts,
+            f"--build-arg=BASE_IMAGE=localhost/{base}",
+            *arguments,
+            f"--file={dockerfile}",
+            f"--tag={name}",
+            context,
+        )
 
     def config(self, name: str) -> dict[str, object]:
         """The image's configuration, in Docker's form: user, labels, health check, history."""

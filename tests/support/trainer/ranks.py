@@ -39,9 +39,14 @@ LAYOUTS = {
 def context():
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(
-        ["megatron.core", "megatron.core.models.gpt", "megatron.core.optimizer",
-         "megatron.core.dist_checkpointing", "tests.support.trainer.ranks"]
-    )  # fmt: skip
+        [
+            "megatron.core",
+            "megatron.core.models.gpt",
+            "megatron.core.optimizer",
+            "megatron.core.dist_checkpointing",
+            "tests.support.trainer.ranks",
+        ]
+    )
     return server
 
 

@@ -89,8 +89,15 @@ def test_columns_are_split_and_norms_are_not(model):
 def test_ranks_are_numbered_as_megatron_does():
     layout = Layout(tp=2, pp=2, dp=2)
     assert [layout.place(rank) for rank in range(8)] == [
-        (0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)
-    ]  # fmt: skip
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 1, 0),
+        (1, 1, 0),
+        (0, 1, 1),
+        (1, 1, 1),
+    ]
     for rank in range(8):
         tp, pp, dp = layout.place(rank)
         assert layout.rank(tp=tp, pp=pp, dp=dp) == rank
