@@ -151,6 +151,8 @@ def _sturdy_output() -> Iterator[None]:
     if out is None or replaced:  # closed, or another's
         yield
         return
+    with contextlib.suppress(OSError):  # what has been printed before comes first
+        out.flush()
     raw = io.BufferedWriter(_Output(out.fileno(), "wb", closefd=False))
     output = io.TextIOWrapper(raw, out.encoding, "backslashreplace", line_buffering=True)
     with output, contextlib.redirect_stdout(output):

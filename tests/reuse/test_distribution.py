@@ -40,7 +40,7 @@ def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, reuse):
     The drafts were cut to one token, so that half of what is compared was decoded behind a verified
     prefix. Lenience 1, where the rule is exact: so are its rows beside fresh ones.
     """
-    rows = 12_000
+    rows = 8_000
     first = distribution(llm)
     common = np.argsort(-first)[:4]
     second = {int(t): distribution(llm, [int(t)]) for t in common}
@@ -51,7 +51,7 @@ def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, reuse):
     # Decoding and prefill round differently even in float32: not every token is accepted.
     assert made.metrics.accepted_tokens >= made.metrics.draft_tokens - 3
     fresh = np.array([o.outputs[0].spec_rl.fresh for o in outputs])
-    assert made.metrics.draft_tokens == (~fresh).sum() and 2000 < fresh.sum() < 2800
+    assert made.metrics.draft_tokens == (~fresh).sum() and 1300 < fresh.sum() < 1900
     for some in (fresh, ~fresh):
         counts = np.zeros((VOCABULARY, VOCABULARY))
         np.add.at(counts, (tokens[some, 0], tokens[some, 1]), 1)
@@ -62,13 +62,13 @@ def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, reuse):
 
 @pytest.fixture(scope="module")
 def changed(engine, random_model):
-    """16,000 one-token drafts of the first weights, and other weights."""
+    """8,000 one-token drafts of the first weights, and other weights."""
     refit(engine, weights_of(random_model))
     old = distribution(engine)
     cache = DictCache()
     made = PrefixReuse(engine, block(), cache)
     made.policy_version = 0
-    sample(made, 16_000, 1)
+    sample(made, 8_000, 1)
     drafts = cache.all()
     assert all(d.finish is Finish.LENGTH for d in drafts)
     return old, drafts, weights_of(random_model, noise=0.05, seed=3)

@@ -41,14 +41,16 @@ def drafts(small_engine, random_model, asked):
     params = SamplingParams(
         n=GROUP, seed=1, max_tokens=TOKENS, logprobs=0, flat_logprobs=True, ignore_eos=True
     )
+    prompts = [prompt for prompt, _ in asked[::GROUP]]
     drafts = []
-    for prompt, _ in asked[::GROUP]:
-        [output] = small_engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        for completion in output.outputs:
-            values = np.array(completion.logprobs.logprobs, np.float32)
-            values += np.where(rng.random(TOKENS) < 1 / 25, np.log(2), 0)
-            tokens = list(completion.token_ids)
-            drafts.append(Rollout(prompt_key(prompt), tokens, Finish.LENGTH, 0, values))
+    for start in range(0, PROMPTS, 8):  # as many as the KV cache holds
+        some = [{"prompt_token_ids": prompt} for prompt in prompts[start : start + 8]]
+        for output in small_engine.generate(some, params, use_tqdm=False):
+            for completion in output.outputs:
+                values = np.array(completion.logprobs.logprobs, np.float32)
+                values += np.where(rng.random(TOKENS) < 1 / 25, np.log(2), 0)
+                key, tokens = prompt_key(output.prompt_token_ids), list(completion.token_ids)
+                drafts.append(Rollout(key, tokens, Finish.LENGTH, 0, values))
     return drafts
 
 

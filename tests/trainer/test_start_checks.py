@@ -5,6 +5,7 @@ a key follows from its type; the tables below say where a value of that kind is 
 """
 
 import errno
+import functools
 import json
 import pwd
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
+import typer.main
 from pydantic import BaseModel
 
 from nemo_specrl.cli.main import main
@@ -113,6 +115,8 @@ def refusal(monkeypatch, capsys, tmp_path):
         raise AssertionError("was accepted")
 
     monkeypatch.setattr("nemo_specrl.cli.main._set_up", accepted)
+    # The command line is read anew at each call, which takes as long as the recipe.
+    monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
     monkeypatch.chdir(REPOSITORY)
     folders = [
         f"{key}={tmp_path / 'run'}" for key in ("checkpointing.checkpoint_dir", "logger.log_dir")
