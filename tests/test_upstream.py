@@ -76,6 +76,7 @@ def test_each_proposal_is_a_text_and_a_patch():
     assert sorted(listed) == sorted(names)
 
 
+@pytest.mark.slow
 @only_with("vllm_cpu_expand_kernel")
 def test_rows_of_a_cpu_are_sampled_at_their_temperatures(stock, patched):
     found = patched["engine"]
@@ -88,6 +89,7 @@ def test_rows_of_a_cpu_are_sampled_at_their_temperatures(stock, patched):
         assert test.pvalue > FALSE_ALARMS, (temperature, counts)
 
 
+@pytest.mark.slow
 @only_with("vllm_drafts_near_max_model_len")
 def test_rows_near_the_longest_length_leave_drafts_as_they_are(stock, patched):
     zeros, drafts = (
@@ -101,6 +103,7 @@ def test_rows_near_the_longest_length_leave_drafts_as_they_are(stock, patched):
     assert patched["engine"]["rows"] == rows and not any(0 in row for row in rows)
 
 
+@pytest.mark.slow
 @only_with("vllm_graph_candidates")
 def test_each_step_finds_the_full_graph_of_its_length(stock, patched):
     missed = [step for step in stock["graphs"]["steps"] if step[2] != "FULL"]
@@ -111,6 +114,7 @@ def test_each_step_finds_the_full_graph_of_its_length(stock, patched):
     assert patched["graphs"]["mixed"] == stock["graphs"]["mixed"] == ["PIECEWISE"]
 
 
+@pytest.mark.slow
 @only_with("vllm_hybrid_draft_lengths")
 def test_hybrid_models_have_graphs_of_each_length_and_prompts_behind_what_decodes(stock, patched):
     assert stock["hybrids"]["captured"] == [3]

@@ -59,6 +59,7 @@ def test_the_demo_over_seeds(tmp_path):
     assert {row["side"] for row in json.loads(rows.read_text())["rows"]} == {"plain", "lossless"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_rollouts_for_a_gpu_on_a_cpu(tmp_path):
     out = tmp_path / "gpu.json"

@@ -109,7 +109,7 @@ def cpu(images, tree):
     return "cpu"
 
 
-@pytest.mark.parametrize("name", ["plugin", "cpu"])
+@pytest.mark.parametrize("name", ["plugin", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_an_image(images, tree, name, request):
     request.getfixturevalue(name)
     config = images.config(name)
@@ -162,6 +162,7 @@ def test_a_recipe_writes_its_results_into_the_working_folder(images, plugin):
     assert "Permission denied" in images.run(plugin, "touch", f"{CHECKOUT}/examples/x", code=1)
 
 
+@pytest.mark.slow
 def test_the_cpu_image_runs_the_command_line(images, cpu):
     config = images.config(cpu)["config"]
     assert (config["Entrypoint"], config["Cmd"]) == (["nemo-specrl"], ["--help"])

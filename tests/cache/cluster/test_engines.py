@@ -13,6 +13,7 @@ from tests.support.cluster.engines import PROMPTS, vllm_engine_on
 from tests.support.cluster.nodes import VOCABULARY, wait_until
 
 
+@pytest.mark.slow  # test_nodes has the shards, without engines
 @pytest.mark.timeout(1800)
 def test_engines_on_another_node_with_more_ranks_draft_from_what_was_kept(network, random_model):
     """As where a refit finds engines in other places; the first engine's node keeps running."""
