@@ -49,9 +49,9 @@ def test_with_unchanged_weights_reuse_has_the_plain_distribution(llm, reuse):
     made = reuse(cache, version=1, lenience=1.0, fresh_fraction=0.2)
     outputs, tokens = sample(made, rows, 2)
     # Decoding and prefill round differently even in float32: not every token is accepted.
-    assert made.metrics.accepted_tokens >= made.metrics.draft_tokens - 3
+    assert made.metrics.accepted_tokens >= made.metrics.draft_tokens - 2
     fresh = np.array([o.outputs[0].spec_rl.fresh for o in outputs])
-    assert made.metrics.draft_tokens == (~fresh).sum() and 1300 < fresh.sum() < 1900
+    assert made.metrics.draft_tokens == (~fresh).sum() and 1333 < fresh.sum() < 1867
     for some in (fresh, ~fresh):
         counts = np.zeros((VOCABULARY, VOCABULARY))
         np.add.at(counts, (tokens[some, 0], tokens[some, 1]), 1)
